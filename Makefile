@@ -25,7 +25,7 @@ system:  ## Debian packages for the tests on a real Slurm (as root)
 	@tools/install_system.sh
 
 assets: install  ## the tiny model, its tokenizer and its prompts
-	@$(BIN)/python -m rlpost.cli.tiny_model --out $(ASSETS)
+	@$(BIN)/python -m rlpost.extensions.fetching.tiny_model --out $(ASSETS)
 
 quickstart: assets  ## train the tiny model on this machine: Ray, Megatron-core, SGLang, no GPU
 	$(BIN)/python -m rlpost.submit jobs/recipes/tiny.toml
@@ -36,7 +36,7 @@ clients: install  ## the environment of the gateway's clients, for their test
 test: install system assets clients  ## every tier: unit, golden, contract, real Slurm, end to end
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: install  ## unit and golden tests without the slow ones, two to three minutes on two cores
+test-fast: install  ## unit and golden tests without the slow ones, four minutes on two cores
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m "not slow" tests/unit tests/golden
 
 test-environments: install assets  ## each environment package from pip install to a trained step: 2 GB, half an hour

@@ -135,7 +135,7 @@ async def run_steps(way: str, num_steps: int, folder: Path, actor: Any) -> dict[
 def run_way(way: str, num_steps: int, folder: Path) -> dict[str, float]:
     """Run one way in this process, when the other one is ready too: at a line on standard input."""
     from benchmarks.train_step import one_rank, save_random_qwen3, started_actor
-    from rlpost.cli.tiny_model import VOCAB_SIZE, make_tokenizer
+    from rlpost.extensions.fetching.tiny_model import VOCAB_SIZE, make_tokenizer
 
     actor = None
     if way == "beside":

@@ -270,8 +270,8 @@ def backlog(folder: Path) -> list[Row]:
 
 def report(folder: Path) -> list[Row]:
     """Report and status of a run of NUM_STEPS steps."""
+    from rlpost.extensions.watching.report.write import write_report
     from rlpost.observe.metric_names import METRICS
-    from rlpost.observe.report.write import write_report
 
     run, rng, timer = RunFolder(folder), random.Random(1), Timer()
     run.report.mkdir()
@@ -297,7 +297,7 @@ def report(folder: Path) -> list[Row]:
 
 
 def _status(run: RunFolder) -> None:
-    from rlpost.cli.run_status import status_of
+    from rlpost.extensions.watching.run_status import status_of
 
     status_of(run, None, None)
 
@@ -316,7 +316,7 @@ def attempts(folder: Path) -> list[Row]:
         run.new_attempt()
     with timer.of("status"):
         _status(run)
-    from rlpost.observe.report.write import write_report
+    from rlpost.extensions.watching.report.write import write_report
 
     with timer.of("report"):
         write_report(run)

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.page import machine, make_parser, show, table
-from rlpost.cli.fetch import assets_folder
+from rlpost.extensions.fetching.fetch_verb import assets_folder
 from rlpost.observe.writer import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def run_trl(steps: int, out: Path) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from rlpost.tasks.reward.gsm8k import gsm8k
+    from rlpost.extensions.rewards.gsm8k import gsm8k
 
     torch.set_num_threads(os.cpu_count() or 1)
     assets = assets_folder(None)

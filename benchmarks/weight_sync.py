@@ -76,7 +76,7 @@ def make_model(folder: Path, size: Size) -> dict[str, torch.Tensor]:
     """Write a random Qwen3 with the tiny model's tokenizer; return its weights on the device."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rlpost.cli.tiny_model import make_tokenizer
+    from rlpost.extensions.fetching.tiny_model import make_tokenizer
 
     make_tokenizer().save_pretrained(folder)
     config = Qwen3Config(
@@ -165,23 +165,23 @@ def reader(
         dist.init_process_group(
             BACKEND, init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2
         )
-    own = torch.empty(len(memory), dtype=torch.uint8, device=device)
+    buffer = torch.empty(len(memory), dtype=torch.uint8, device=device)
     from_disk = (
-        own
+        buffer
         if device.type == "cpu"
         else torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
     )
     while (order := orders.recv()) is not None:
         medium, size = order
         if medium == "memory":
-            own[:size].copy_(memory[:size])
+            buffer[:size].copy_(memory[:size])
         elif medium == "broadcast":
-            dist.broadcast(own[:size], src=0)
+            dist.broadcast(buffer[:size], src=0)
         else:
             with open(path, "rb") as file:
                 file.readinto(from_disk[:size].numpy())
-            if from_disk is not own:
-                own[:size].copy_(from_disk[:size])
+            if from_disk is not buffer:
+                buffer[:size].copy_(from_disk[:size])
         synchronise()
         orders.send(True)
 
@@ -248,9 +248,8 @@ async def broadcast_mover(trainer: Trainer, whole: WeightUpdate) -> Mover:
         await asyncio.to_thread(sender.send, index)
 
     mover, port = BroadcastMover(trainer.buckets, send, group_name=GROUP), free_port()
-    joining = asyncio.to_thread(
-        sender.connect, "127.0.0.1", port, num_engine_ranks(whole.receivers), stage_group(GROUP, 0)
-    )
+    name, ranks = stage_group(GROUP, 0), num_engine_ranks(whole.receivers)
+    joining = asyncio.to_thread(sender.connect, "127.0.0.1", port, ranks, name, 120.0)
     await asyncio.gather(
         joining, mover.connect(whole.receivers, [("127.0.0.1", port)], backend=BACKEND)
     )

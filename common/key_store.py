@@ -357,14 +357,18 @@ class KeyClient:
             return None
 
     def _connect(self, deadline: float) -> _Connection:
-        """Connect and prove; retry until the server listens. Raises TimeoutError, MessageError."""
-        while True:
+        """Connect and prove; retry until the server listens.
+
+        Raises TimeoutError, MessageError, or KeyStoreError when another thread closes the client.
+        """
+        while not self._is_closed:
             try:
                 return _Connection(self._address, self._key, deadline)
             except (EOFError, OSError) as error:
                 if time.monotonic() + RETRY_S > deadline:
                     raise TimeoutError(f"cannot connect: {error}") from error
                 time.sleep(RETRY_S)
+        raise KeyStoreError(f"store {host_port(*self._address)} is closed")
 
     def close(self) -> None:
         """Close all connections, those in use after their request; later requests fail."""

@@ -54,6 +54,11 @@ class RunFolder:
         return Ledger(self.root / "ledger.jsonl")
 
     @property
+    def episodes(self) -> Path:
+        """One line per episode, with environments."""
+        return self.root / "episodes.jsonl"
+
+    @property
     def metrics(self) -> Path:
         """One line per step, written by the driver."""
         return self.root / "metrics.jsonl"

@@ -47,7 +47,7 @@ class VisibleStream:
         return getattr(self.stream, name)
 
 
-def raw_stream(stream: Any) -> Any:
+def raw_stream(stream: object) -> Any:
     """Return the terminal itself, for programs that draw on it (progress bars, rich)."""
     return stream.stream if isinstance(stream, VisibleStream) else stream
 

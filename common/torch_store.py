@@ -5,7 +5,7 @@ any user of a node could become a rank: receive weights, or send a pickle to ``a
 Here the store listens on one address, and a peer that does not know the run's secret gets no
 answer.
 
-``open_store`` is for groups that are formed here. ``replace_rendezvous`` makes every ``tcp://`` and
+``open_store`` and ``join_ranks`` are for groups that are formed here. ``replace_rendezvous`` makes every ``tcp://`` and
 ``env://`` rendezvous of this process use it, for libraries that form groups themselves (SGLang).
 
 The store does not protect the sockets that gloo and NCCL open afterwards. NCCL's accept a random
@@ -64,16 +64,13 @@ class AuthenticatedStore(dist.Store):  # type: ignore[misc]
         return self._request(key_store.GET, *keys)
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        """Set several values."""
         pairs = zip(keys, values, strict=True)
         self._request(key_store.SET, *(part for pair in pairs for part in pair))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for several keys."""
         self._request(key_store.WAIT, *keys, timeout=timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
         return self._request(key_store.CHECK, *keys) == [b"1"]
 
     def add(self, key: str, amount: int) -> int:
@@ -81,7 +78,6 @@ class AuthenticatedStore(dist.Store):  # type: ignore[misc]
         return int(self._request(key_store.ADD, key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value."""
         self._request(key_store.APPEND, key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -93,11 +89,9 @@ class AuthenticatedStore(dist.Store):  # type: ignore[misc]
         return self._request(key_store.DELETE, key) == [b"1"]
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return int(self._request(key_store.COUNT)[0])
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
         return [key.decode() for key in self._request(key_store.LIST)]
 
     def has_extended_api(self) -> bool:
@@ -126,13 +120,13 @@ class AuthenticatedStore(dist.Store):  # type: ignore[misc]
 def open_store(
     host: str, port: int, *, rank: int, world_size: int, secret: str, timeout: timedelta
 ) -> dist.Store:
-    """Join the store at an address; rank 0 listens there. Blocks until all ranks have joined.
+    """The store at an address, without waiting for any rank; rank 0 listens there.
 
     A world of one rank opens no port.
 
     Raises:
         ValueError: there is no secret.
-        torch.distributed.DistError: the address cannot be bound, or a rank did not join in time.
+        torch.distributed.DistError: the address cannot be bound.
     """
     if world_size == 1:
         alone = dist.HashStore()
@@ -140,8 +134,8 @@ def open_store(
         return alone
     if not secret:
         raise ValueError(
-            f"no secret for the store {host_port(host, port)} of {world_size} ranks; set {SECRET_VARIABLE} to a file "
-            "with one that only its owner can read"
+            f"no secret for the store {host_port(host, port)}; set {SECRET_VARIABLE} to a file with one that only "
+            "its owner can read"
         )
     server = None
     if rank == 0:
@@ -151,15 +145,7 @@ def open_store(
             raise dist.DistNetworkError(
                 f"cannot listen on {host_port(host, port)}: {error}"
             ) from error
-    store = AuthenticatedStore(KeyClient(host, port, secret), timeout=timeout, server=server)
-    try:
-        store.set(f"joined/{rank}", b"")
-        if rank == 0:
-            _wait_for_ranks(store, world_size)
-    except BaseException:
-        store.close()
-        raise
-    return store
+    return AuthenticatedStore(KeyClient(host, port, secret), timeout=timeout, server=server)
 
 
 def close_store(store: dist.Store | None) -> None:
@@ -168,15 +154,37 @@ def close_store(store: dist.Store | None) -> None:
         store.close()
 
 
-def _wait_for_ranks(store: AuthenticatedStore, world_size: int) -> None:
-    keys = {rank: f"joined/{rank}" for rank in range(world_size)}
+def join_ranks(store: dist.Store, rank: int, world_size: int, *, group: str = "") -> None:
+    """Join a store of ``open_store``, and wait until all ranks have; closes it on failure.
+
+    Several groups that are formed one after another at the same address need names: a rank that
+    comes late for one of them then does not count for the next. Ranks with different names wait for
+    each other in vain.
+
+    Raises torch.distributed.DistError: a rank did not join in time, or the store was closed.
+    """
+    keys = [f"joined/{group}/{each}" for each in range(world_size)]
     try:
-        store.wait(list(keys.values()))
+        store.set(keys[rank], b"")
+        _wait_for_all(store, rank, keys, all_joined=f"joined/{group}")
+    except BaseException:
+        close_store(store)
+        raise
+
+
+def _wait_for_all(store: dist.Store, rank: int, keys: list[str], *, all_joined: str) -> None:
+    """Wait for the keys of all ranks on rank 0; for one key on the others, which may be thousands."""
+    try:
+        store.wait(keys if rank == 0 else [all_joined])
     except dist.DistStoreError as error:
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        # one request: a rank that polls would send thousands of ``check`` each second
+        joined = set(store.list_keys())
+        missing = [each for each, key in enumerate(keys) if key not in joined]
         raise dist.DistStoreError(
-            f"these of {world_size} ranks did not join within {store.timeout}: {missing}"
+            f"these of {len(keys)} ranks did not join within {store.timeout}: {missing}"
         ) from error
+    if rank == 0:
+        store.set(all_joined, b"")
 
 
 _stores: dict[tuple[str, int], dist.Store] = {}
@@ -186,16 +194,18 @@ _stores: dict[tuple[str, int], dist.Store] = {}
 def replace_rendezvous(secret: str) -> None:
     """Use authenticated stores for ``tcp://`` and ``env://`` in this process.
 
+    ``tcp://HOST:PORT?group=NAME`` names the group; see ``join_ranks``.
+
     torch has no public way to replace a handler (``register_rendezvous_handler`` refuses).
     """
 
     def open_kept(
-        host: str, port: int, rank: int, world_size: int, timeout: timedelta
+        host: str, port: int, rank: int, world_size: int, timeout: timedelta, group: str = ""
     ) -> dist.Store:
         close_store(_stores.pop((host, port), None))
-        store = open_store(
-            host, port, rank=rank, world_size=world_size, secret=secret, timeout=timeout
-        )
+        place = {"rank": rank, "world_size": world_size}
+        store = open_store(host, port, **place, secret=secret, timeout=timeout)
+        join_ranks(store, **place, group=group)
         _stores[(host, port)] = store
         return store
 
@@ -207,7 +217,9 @@ def replace_rendezvous(secret: str) -> None:
         rank, world_size = int(options["rank"][0]), int(options["world_size"][0])
         if not parts.hostname or parts.port is None:
             raise ValueError(f"{url}: a rendezvous needs tcp://HOST:PORT")
-        yield open_kept(parts.hostname, parts.port, rank, world_size, timeout), rank, world_size
+        group = options.get("group", [""])[0]
+        store = open_kept(parts.hostname, parts.port, rank, world_size, timeout, group)
+        yield store, rank, world_size
 
     def by_environment(
         url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any

@@ -1,14 +1,15 @@
+# Written by tools/make_docs.py.
 from rlpost.algorithm.loss_settings import LossSettings as LossSettings
 from rlpost.algorithm.objective import Tokens as Tokens
 from rlpost.config.load import load as load
-from rlpost.driver.in_process.run import InProcessRun as InProcessRun
 from rlpost.errors import ConfigError as ConfigError
 from rlpost.errors import GradingLost as GradingLost
+from rlpost.extensions.agents.environments.turns import Step as Step
+from rlpost.extensions.agents.environments.turns import Turn as Turn
+from rlpost.extensions.in_process.run import InProcessRun as InProcessRun
 from rlpost.models.family import Family as Family
 from rlpost.rollout.response_builder import ResponseBuilder as ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams as SamplingParams
-from rlpost.rollout.turns import Step as Step
-from rlpost.rollout.turns import Turn as Turn
 from rlpost.types import Prompt as Prompt
 from rlpost.types import Sample as Sample
 from rlpost.types import SampleGroup as SampleGroup

@@ -200,7 +200,6 @@ class RunColumn(Sequence[int]):
         return np.repeat(np.array(values, dtype=np.int8 if small else np.int32), counts)
 
     def total(self) -> int:
-        """The sum of all values."""
         return sum(value * count for value, count in self.runs)
 
     def __len__(self) -> int:

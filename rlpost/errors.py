@@ -7,6 +7,8 @@
         ImageError                 an image is broken, too large, of another format or missing
       RolloutError                 generation failed
         EngineDied                 an inference engine exited or hangs
+        EngineRefused              an inference engine refused a request
+        EngineNotPrepared          an inference engine lacks what an update in slices assumes
       GradingLost                  an answer could not be graded, for reasons outside the answer
       Hang                         the trainer's ranks stand still; the message names the one to blame
       WorkerDied                   the process of a Ray worker ended
@@ -16,6 +18,8 @@
       TrainingError                a step's numbers are wrong; its weights are not saved
       WeightError(ValueError)      names or shapes of weights do not fit
       SyncError                    an engine did not load the weights that were sent
+        SlicesRefused              an engine that has not died did not take part in an update in slices
+          PlanOutdated             it no longer has what the plan of the update assumes
       CheckpointError              a checkpoint cannot be committed or read
         Fenced                     another attempt writes to the folder now; this one must end
       AssetError                   a model or a data set cannot be downloaded, or is damaged
@@ -81,6 +85,18 @@ class EngineDied(RolloutError):
     """An inference engine exited, or does not answer in time."""
 
 
+class EngineRefused(RolloutError):
+    """An inference engine refused a request; ``answer`` is the parsed body of its response."""
+
+    def __init__(self, message: str, answer: object = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class EngineNotPrepared(RolloutError):
+    """An inference engine lacks what an update in slices assumes; another preparation mends it."""
+
+
 class GradingLost(RlpostError):
     """An answer could not be graded for a reason outside the answer: a server is down, a sandbox is
     gone.
@@ -135,6 +151,14 @@ class WeightError(RlpostError, ValueError):
 
 class SyncError(RlpostError):
     """An engine did not load the weights that were sent."""
+
+
+class SlicesRefused(SyncError):
+    """An engine that has not died did not take part in an update in slices."""
+
+
+class PlanOutdated(SlicesRefused):
+    """An engine no longer has what the plan of an update in slices assumes."""
 
 
 class CheckpointError(RlpostError):

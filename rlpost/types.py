@@ -299,7 +299,8 @@ class Backlog:
         """Digests of all images in the backlog."""
         finished = (scored.sample.images for group in self.finished for scored in group.samples)
         waiting = (each.prompt.images for each in self.unfinished)
-        spans = itertools.chain.from_iterable((*finished, *waiting))
+        begun = (sample.images for each in self.unfinished for sample in each.samples)
+        spans = itertools.chain.from_iterable((*finished, *waiting, *begun))
         return frozenset(span.hash for span in spans)
 
 

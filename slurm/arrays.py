@@ -22,7 +22,7 @@ class FleetSpec:
 
     Attributes:
         job: one engine's job; ``run_folder``, ``home`` and ``python`` are set. ``agent_args`` are
-            those of ``rlpost.engines.fleet.agent``.
+            those of ``rlpost.engines.engine_job``.
         num_engines: tasks of the array.
         after: id of the job after whose start they may start; None for at once.
 

@@ -152,12 +152,12 @@ def remove_stale(backend: str) -> int:
 
     Never fails.
     """
-    own = os.environ.get("SLURM_JOB_ID", "")
+    own_job = os.environ.get("SLURM_JOB_ID", "")
     jobs = jobs_of(containers(), name_pattern(backend, node_name(os.environ)))
-    others = set(jobs.values()) - {own}
-    queue = jobs_in_queue(others, own) if others else None
+    others = set(jobs.values()) - {own_job}
+    queue = jobs_in_queue(others, own_job) if others else None
     num_removed = 0
-    for name in stale(jobs, own, queue):
+    for name in stale(jobs, own_job, queue):
         if process_of(name) is None:
             _say(f"removing the container {name} of an earlier start")
             code = subprocess.call(["enroot", "remove", "--force", "--", name])
@@ -291,8 +291,8 @@ def remove_all(backend: str, name: str = "", folder: str = "") -> int:
         return 0
     code = 0
     if name:
-        own = f"pyxis_{name}" if is_pyxis else f"{name}_{node_name(os.environ)}"
-        code = remove(own)
+        own_name = f"pyxis_{name}" if is_pyxis else f"{name}_{node_name(os.environ)}"
+        code = remove(own_name)
     if remove_stale(backend) and folder:
         with open(f"{folder}/{FREED_FILE}-{node_name(os.environ)}", "w"):
             pass

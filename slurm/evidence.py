@@ -75,9 +75,11 @@ def keep_freed_hosts(attempt_dir: Path) -> List[str]:
     freed = []
     for host in excluded:
         log = tail_or_empty(attempt_dir / f"agent-{host}.log", TAIL_BYTES)
-        of_host = [line for line in launch.splitlines() if line.startswith(f"slurmstepd-{host}:")]
+        host_lines = [
+            line for line in launch.splitlines() if line.startswith(f"slurmstepd-{host}:")
+        ]
         is_freed = (attempt_dir / f"{FREED_FILE}-{host}").exists()
-        if is_freed and is_disk_full("\n".join([log, *of_host])):
+        if is_freed and is_disk_full("\n".join([log, *host_lines])):
             freed.append(host)
     if freed:
         kept = [host for host in excluded if host not in freed]

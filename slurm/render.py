@@ -61,7 +61,7 @@ def render_sandbox(spec: SandboxSpec) -> str:
 
 
 def render_conversion(spec: JobSpec, save: str) -> str:
-    """Render the batch file that converts weights into ``save`` (rlpost/cli/convert.py).
+    """Render the batch file that converts weights into ``save`` (``rlpost convert``).
 
     ``driver_args`` are the tool's direction and arguments. A leading variable of ``save`` is
     expanded in the job.

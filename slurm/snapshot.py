@@ -17,6 +17,7 @@ import secrets
 import shutil
 import stat
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,13 +38,17 @@ class CodeSnapshot:
     num_files: int
 
 
-def snapshot_code(source: Path, target: Path) -> CodeSnapshot:
+def snapshot_code(
+    source: Path, target: Path, environ: Mapping[str, str] | None = None
+) -> CodeSnapshot:
     """Replace ``target`` with a copy of the code below ``source``; write its facts to TARGET.json.
+
+    ``environ``: of git; by default this process's.
 
     Raises:
         SnapshotError: git cannot list the files, or there is no code.
     """
-    snapshot = _copy_all(source, target, _newest_snapshot(target.absolute()))
+    snapshot = _copy_all(source, target, _newest_snapshot(target.absolute()), environ)
     write_atomic(target.with_name(f"{target.name}.json"), json.dumps(asdict(snapshot)) + "\n")
     return snapshot
 
@@ -59,13 +64,15 @@ def _newest_snapshot(target: Path) -> Path | None:
     return max(times, key=times.__getitem__, default=None)
 
 
-def _copy_all(source: Path, target: Path, earlier: Path | None) -> CodeSnapshot:
+def _copy_all(
+    source: Path, target: Path, earlier: Path | None, environ: Mapping[str, str] | None
+) -> CodeSnapshot:
     source, target = source.resolve(), target.absolute()
     in_git = (source / ".git").exists()
-    paths = _git_files(source) if in_git else _package_files(source)
+    paths = _git_files(source, environ) if in_git else _package_files(source)
     # Exclude the run's folder, which holds its checkpoints.
-    own = target if target.parent == source else target.parent
-    paths = [path for path in paths if not (source / path).is_relative_to(own)]
+    staging = target if target.parent == source else target.parent
+    paths = [path for path in paths if not (source / path).is_relative_to(staging)]
     if not paths:
         raise SnapshotError(
             f"no code in {source}: neither files known to git nor {', '.join(PACKAGES)}"
@@ -81,7 +88,8 @@ def _copy_all(source: Path, target: Path, earlier: Path | None) -> CodeSnapshot:
     num_files = 0
     try:
         for path in paths:
-            num_files += _copy(source / path, beside / path, earlier and earlier / path)
+            before = earlier and earlier / path
+            num_files += _copy(source / path, beside / path, before, environ)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -89,18 +97,21 @@ def _copy_all(source: Path, target: Path, earlier: Path | None) -> CodeSnapshot:
         target.rename(old)  # removal takes seconds, during which a job may start
     beside.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-    commit = _git_line(source, "rev-parse", "--verify", "--quiet", "HEAD") if in_git else None
+    commit = (
+        _git_line(source, environ, "rev-parse", "--verify", "--quiet", "HEAD") if in_git else None
+    )
     return CodeSnapshot(
-        commit, in_git and bool(_git_line(source, "status", "--porcelain")), num_files
+        commit, in_git and bool(_git_line(source, environ, "status", "--porcelain")), num_files
     )
 
 
-def _copy(file: Path, to: Path, earlier: Path | None) -> int:
+def _copy(file: Path, to: Path, earlier: Path | None, environ: Mapping[str, str] | None) -> int:
     """Copy one entry of git's list, or link its ``earlier`` copy; return the number of files."""
     if not file.is_symlink() and not file.exists():
         return 0  # deleted, and the deletion is not committed
     if file.is_dir() and not file.is_symlink():  # a nested repository, or an empty submodule folder
-        return _copy_all(file, to, earlier).num_files if (file / ".git").exists() else 0
+        is_nested = (file / ".git").exists()
+        return _copy_all(file, to, earlier, environ).num_files if is_nested else 0
     to.parent.mkdir(parents=True, exist_ok=True)
     if earlier is None or not _link(file, earlier, to):
         shutil.copy2(file, to, follow_symlinks=False)
@@ -116,9 +127,9 @@ def _link(file: Path, earlier: Path, to: Path) -> bool:
     new name, which no other process can replace.
     """
     try:
-        own, other = file.lstat(), earlier.lstat()
+        status, other = file.lstat(), earlier.lstat()
         is_fixed = other.st_uid == os.geteuid() and not other.st_mode & WRITABLE
-        is_alike = own.st_mode & ~WRITABLE == other.st_mode and own.st_size == other.st_size
+        is_alike = status.st_mode & ~WRITABLE == other.st_mode and status.st_size == other.st_size
         if not (is_fixed and is_alike and stat.S_ISREG(other.st_mode)):
             return False
         os.link(earlier, to, follow_symlinks=False)
@@ -130,10 +141,10 @@ def _link(file: Path, earlier: Path, to: Path) -> bool:
     return False
 
 
-def _git_files(source: Path) -> list[Path]:
+def _git_files(source: Path, environ: Mapping[str, str] | None) -> list[Path]:
     command = _git(source, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     try:
-        done = subprocess.run(command, capture_output=True)
+        done = subprocess.run(command, capture_output=True, env=environ)
     except FileNotFoundError as error:
         raise SnapshotError(
             f"{source} is a git checkout but there is no git command here; install git"
@@ -155,8 +166,9 @@ def _package_files(source: Path) -> list[Path]:
     )
 
 
-def _git_line(source: Path, *arguments: str) -> str | None:
-    done = subprocess.run(_git(source, *arguments), capture_output=True, text=True)
+def _git_line(source: Path, environ: Mapping[str, str] | None, *arguments: str) -> str | None:
+    command = _git(source, *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
     return done.stdout.strip() or None
 
 

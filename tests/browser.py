@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import os
-import select
 import shutil
 import subprocess
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._in], [], [], DEADLINE_S)
-            assert ready, f"no message of the browser for {DEADLINE_S} s"
+            assert wait([self._in], DEADLINE_S), f"no message of the browser for {DEADLINE_S} s"
             more = os.read(self._in.fileno(), 1 << 20)
             assert more, "the browser ended"
             self._rest += more

@@ -4,6 +4,7 @@
 - A test that cannot run here skips with a reason. In CI (``CI=true``) that is a failure, unless it
   needs a GPU.
 - A coroutine test runs in a separate event loop, for at most ``COROUTINE_S`` seconds.
+- ``os.environ`` is restored after each test, and after each module, whose fixtures may change it.
 - ``--update-golden`` rewrites the files of tests/golden instead of comparing with them.
 - ``--kills`` and ``--hostile-commands`` are the sizes of two tests with random actions
   (tests/e2e/test_fleet.py, tests/contract/test_hostile_commands.py), and ``--draw`` is their seed.
@@ -15,14 +16,22 @@ import asyncio
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 
+from tests.environment import restored_environment
+from tests.left_descriptors import left_descriptors, open_descriptors
 from tests.rare_collections import collect_rarely
+
+# Otherwise each of thousands of processes compiles the project's modules, and each worker the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Threads of torch spin while they wait for each other, here and in every process that a test starts.
 # Must be set before torch is imported. Not on a host with GPUs, where tests measure CPU work.
@@ -30,12 +39,17 @@ if shutil.which("nvidia-smi") is None:
     for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(_variable, "1")
 
+# As the product starts Ray (bootstrap/agent/ray_command.py). Ray's default for its workers is 15, at
+# which they hardly run beside other busy processes of the session.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name in Ray
+
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cluster", "e2e", "gpu")
 # Tests of these folders and files wait more than they compute: at most half of the workers run them,
 # while there are others.
-WAITING = ("cluster", "unit/slurm", "unit/cli", "unit/test_gpu_check.py")
-# The longest file first. Short files come last, so that the workers end at about the same time.
+WAITING = ("cluster", "unit/slurm", "unit/cli", "unit/watching", "unit/test_gpu_check.py")
+# The longest file first, and of a folder those of TOGETHER, which one worker runs as one file. Short
+# files come last, so that the workers end at about the same time.
 ORDER = ("e2e/test_slurm.py", *WAITING, "e2e", "contract")
 # Folders whose files run in one worker, in the order of their names: they share servers that take
 # long to start, or what a long process has observed.
@@ -101,11 +115,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: _place(item.path.relative_to(TESTS)))
 
 
-def _place(path: Path) -> tuple[int, str]:
+@cache
+def _place(path: Path) -> tuple[int, bool, str]:
     place = next(
         (place for place, start in enumerate(ORDER) if path.is_relative_to(start)), len(ORDER)
     )
-    return place, str(path) if _together(path) else ""
+    folder = _together(path)
+    return place, folder is None, str(path) if folder else ""
 
 
 def _waits(scope: str) -> bool:
@@ -176,6 +192,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_module() -> Iterator[None]:
+    """Restore what a module's own fixtures change, for the next module of this worker."""
+    with restored_environment():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def environment_of_test(environment_of_module: None) -> Iterator[None]:
+    """Restore what a test changes, and the code that it calls; not what fixtures of its module do."""
+    with restored_environment():
+        yield
+
+
 IN_PROCESS = ("unit", "golden")
 
 
@@ -193,6 +223,15 @@ def no_passed_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.path.relative_to(TESTS).parts[0] in IN_PROCESS:
         folder = Path(os.devnull) / "no_folder"
         monkeypatch.setattr("rlpost.tasks.passed_checks.cache_folder", lambda: folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_descriptors_are_left() -> Iterator[None]:
+    """Fail a file whose tests leave more than MOST_LEFT sockets, pipes or event loops open."""
+    before = open_descriptors()
+    yield
+    left = left_descriptors(before)
+    assert not left, f"the tests of this file leave {len(left)} descriptors open: {left}"
 
 
 @pytest.fixture

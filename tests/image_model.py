@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL with a tokenizer of bytes, a chat template with images, and images of noise."""
+"""A tiny Qwen3-VL or GLM-V with a tokenizer of bytes, a chat template with images; images of noise."""
 
 from __future__ import annotations
 
@@ -24,6 +24,35 @@ PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor",
     "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512}, "patch_size": 16,
     "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+GLM_PROCESSOR = PROCESSOR | {
+    "image_processor_type": "Glm46VImageProcessor", "processor_class": "Glm46VProcessor",
+    "size": {"shortest_edge": 12544, "longest_edge": 9633792}, "patch_size": 14,
+}  # fmt: skip
+QWEN_2_5_PROCESSOR = {key: one for key, one in PROCESSOR.items() if key != "size"} | {
+    "processor_class": "Qwen2_5_VLProcessor", "min_pixels": 784, "max_pixels": 512 * 512,
+    "patch_size": 14,
+}  # fmt: skip
+"""With the older keys of the published file."""
+PROCESSORS = {
+    "Qwen3VL": (PROCESSOR, "Qwen3VLVideoProcessor"),
+    "Qwen2_5_VL": (QWEN_2_5_PROCESSOR, "Qwen2VLVideoProcessor"),
+    "Glm4v": (GLM_PROCESSOR, "Glm46VVideoProcessor"),
+    "Glm4vMoe": (GLM_PROCESSOR, "Glm46VVideoProcessor"),
+}
+"""Of images and of videos, by the prefix of transformers' classes; others have Qwen3-VL's."""
+THREE_AXES = {
+    "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}  # fmt: skip
+QWEN_MARKS = {
+    "vision_start_token_id": START, "vision_end_token_id": END, "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}  # fmt: skip
+GLM_MARKS = {
+    "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
+    "image_token_id": "<|image|>", "video_token_id": "<|video|>",
+    "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
 }  # fmt: skip
 
 
@@ -56,6 +85,46 @@ def make_image_folder(folder: Path) -> Any:
     video = PROCESSOR | {"video_processor_type": "Qwen3VLVideoProcessor"}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     return config
+
+
+def make_published_folder(folder: Path, name: str) -> Any:
+    """The same for a model of ``WITH_IMAGES``, with the marks that SGLang has for its family."""
+    import transformers
+
+    from tests.contract.families import COMMON, WITH_IMAGES
+
+    kind, text, tower = WITH_IMAGES[name]
+    settings, video_type = PROCESSORS.get(kind, PROCESSORS["Qwen3VL"])
+    marks = GLM_MARKS if kind.startswith("Glm") else QWEN_MARKS
+    start, end, image, *_ = marks.values()
+    template = TEMPLATE.replace(f"{START}{IMAGE}{END}", f"{start}{image}{end}")
+    special = ("<|end|>", "<|user|>", "<|assistant|>", *marks.values())
+    tokenizer = byte_tokenizer(folder, template, special=special)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    ids = {key: tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
+    options = COMMON | text | {"vocab_size": 320, "max_position_embeddings": 4096}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=options | ends, vision_config=tower, **ids,
+        tie_word_embeddings=options["tie_word_embeddings"],
+        architectures=[f"{kind}ForConditionalGeneration"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    video = settings | {"video_processor_type": video_type}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return config
+
+
+def add_axes(folder: Path) -> None:
+    """Give the config.json of a Qwen3.5 positions of three axes, and a key that transformers drops."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if "mrope_section" not in config["text_config"]["rope_parameters"]:
+        config["text_config"] |= {"rope_parameters": THREE_AXES, "partial_rotary_factor": 0.5}
+        config["vision_config"].setdefault("deepstack_visual_indexes", [])
+        file.write_text(json.dumps(config))
 
 
 def noise(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:

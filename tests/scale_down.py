@@ -27,6 +27,7 @@ from rlpost.config.groups.engines import EngineGroup
 from rlpost.config.model_file import DESCRIPTION, published_path, read_model
 from rlpost.config.plan.shape import Layout, layout_of
 from rlpost.config.tree import Config
+from rlpost.extensions.fleet.fleet_table import FleetConfig
 from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 
 HIDDEN, HEAD, HEADS, LAYERS, EXPERTS, TOPK = 128, 16, 8, 4, 8, 2
@@ -35,7 +36,7 @@ WIDTH_MULTIPLE = 16
 """Divisor of every width, for tensor parallelism and FP8 blocks."""
 FP8_BLOCK = (16, 16)
 VOCAB = 64
-"""Vocabulary size of the tokenizer that rlpost/cli/tiny_model.py makes."""
+"""Vocabulary size of the tokenizer that rlpost/extensions/fetching/tiny_model.py makes."""
 PROMPTS, ANSWER = 4, 32
 """Upper limits of prompts per step and tokens per answer.
 
@@ -216,7 +217,8 @@ def _cluster_values(config: Config, layout: Layout, *, given_gpus: bool) -> Valu
     ``given_gpus``: ``rollout_num_gpus`` is given for this run: the node has an engine on each.
     """
     cluster = config.cluster
-    has_fleet = bool(config.fleet.engines or config.fleet.min_engines)
+    fleet = config.table(FleetConfig)
+    has_fleet = bool(fleet.engines or fleet.min_engines)
     engines = min(config.num_engines or int(has_fleet), ENGINES)
     if cluster.colocate:
         engines = next((count for count in range(engines, 0, -1) if layout.world % count == 0), 0)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlpost.cli.tiny_model import make_model, make_problems, make_tokenizer
 from rlpost.config.load import files_of, load
 from rlpost.config.plan.shape import layout_of
+from rlpost.extensions.converting.fp8_folder import write_fp8_folder
+from rlpost.extensions.fetching.tiny_model import make_model, make_problems, make_tokenizer
 from rlpost.models.model_types import HfConfig
-from rlpost.trainer.weights.fp8_folder import write_fp8_folder
 from tests.scale_down import (
     FP8_BLOCK,
     MODEL,

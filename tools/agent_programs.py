@@ -99,7 +99,7 @@ OPENCODE = json.dumps(
 PROGRAMS = (
     Program(
         "Claude Code",
-        "@anthropic-ai/claude-code@2.1.197",
+        "@anthropic-ai/claude-code@2.1.332",
         "@anthropic-ai/claude-code-linux-x64/claude",
         ("-p", TASK, "--dangerously-skip-permissions"),
         *("Bash", "command"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from rlpost.cli.convert import hf_to_fp8
+from rlpost.extensions.converting.convert import hf_to_fp8
 
 if __name__ == "__main__":
-    sys.exit(hf_to_fp8())
+    sys.exit(hf_to_fp8(sys.argv[1:]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from rlpost.cli.convert import hf_to_torch_dist
+from rlpost.extensions.converting.convert import hf_to_torch_dist
 
 if __name__ == "__main__":
-    sys.exit(hf_to_torch_dist())
+    sys.exit(hf_to_torch_dist(sys.argv[1:]))

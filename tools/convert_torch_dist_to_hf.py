@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from rlpost.cli.convert import torch_dist_to_hf
+from rlpost.extensions.converting.convert import torch_dist_to_hf
 
 if __name__ == "__main__":
-    sys.exit(torch_dist_to_hf())
+    sys.exit(torch_dist_to_hf(sys.argv[1:]))

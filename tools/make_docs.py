@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: ``python tools/make_docs.py [--check]``.
+"""Write the generated pages of docs/ and the stub of rlpost: ``python tools/make_docs.py [--check]``.
 
 With --check nothing is written; the exit code is 1 if a page is out of date.
 """
@@ -19,6 +19,7 @@ from pages.published_runs import speed_page as speed
 from pages.recipes import recipes_page as recipes
 from pages.settings import settings_page as settings
 from pages.slime_flags import slime_flags_page as slime_flags
+from pages.stub import public_stub as stub
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {
@@ -31,6 +32,7 @@ PAGES = {
     "slime-flags.md": slime_flags,
     "migrating.md": migrating,
     "speed.md": speed,
+    "../rlpost/__init__.pyi": stub,
 }
 
 

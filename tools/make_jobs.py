@@ -17,17 +17,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rlpost.cli.convert_job import (
+from rlpost.cli.job import job_spec
+from rlpost.config.flags import flag
+from rlpost.config.load import SITE, files_of, load, read_toml
+from rlpost.config.tree import Config
+from rlpost.extensions.converting.convert_job import (
     CONVERSION_NODES,
     CONVERTED,
     TIME,
     conversion_spec,
     target_of,
 )
-from rlpost.cli.job import job_spec
-from rlpost.config.flags import flag
-from rlpost.config.load import SITE, files_of, load, read_toml
-from rlpost.config.tree import Config
 from slurm.render import render_conversion, render_sbatch
 from slurm.spec import JobSpec
 

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from common.run_folder import RunFolder
 from rlpost.cli.runs import find_run, job_ids
-from rlpost.cli.watch import page, read_view
-from rlpost.observe.report.write import write_report
+from rlpost.extensions.watching.report.write import write_report
+from rlpost.extensions.watching.watch import page, read_view
 from tests.browser import Browser, find_browser
-from tests.unit.observe.report.runs import make_failed_run, make_run
+from tests.unit.watching.report.runs import make_failed_run, make_run
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 COLUMNS = 100

@@ -21,7 +21,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "rlpost/engines/sglang_on_cpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "rlpost/extensions/on_cpu/sglang_on_cpu")]
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from rlpost.config.server_arg_values import COPY, ServerArg  # noqa: E402

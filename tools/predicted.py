@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpost.config.plan.cards import RATES, Card, Rates
+from rlpost.config.plan.cards import Card
 from rlpost.config.plan.shape import Layout, Shape
-from rlpost.config.plan.train_time import Training, forward_pass_time, train_step
+from rlpost.extensions.planning.rates import RATES, Rates
+from rlpost.extensions.planning.train_time import Training, forward_pass_time, train_step
 
 SIDE, NARROW = 8192, 512
 """Rows and columns of products, and the smallest dimension of one of them."""

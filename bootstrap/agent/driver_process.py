@@ -70,7 +70,6 @@ class _Process:
         self._writing = asyncio.create_task(write)
 
     def close_input(self) -> None:
-        """End the input without a line."""
         if self._line_end is not None:
             os.close(self._line_end)
             self._line_end = None

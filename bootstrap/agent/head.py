@@ -229,10 +229,10 @@ class HeadAgent:
                 # on an unfit host preflight reports the problem
                 preparing.add_done_callback(look_at_error)
                 await self._listen_for_nodes(ports)
-                own, environ = await self._report_own_node()
-                starting = self._start_ray(own, ports, environ, preparing)
-                reports, _ = await all_or_first_error(self._admit(own), starting)
-                order = {"kind": "start_ray", "head_ip": own.ip, "port_base": ports.base}
+                own_report, environ = await self._report_own_node()
+                starting = self._start_ray(own_report, ports, environ, preparing)
+                reports, _ = await all_or_first_error(self._admit(own_report), starting)
+                order = {"kind": "start_ray", "head_ip": own_report.ip, "port_base": ports.base}
                 await self._start_others(reports, order)
         except TimeoutError:
             if not deadline.expired():  # a shared file system can raise it too (ETIMEDOUT)
@@ -247,7 +247,7 @@ class HeadAgent:
             len(job_ports),
         )
         assert self._ray is not None
-        self._replacements.begin(cluster, own, self._ray, order)
+        self._replacements.begin(cluster, own_report, self._ray, order)
         return cluster
 
     async def _prepare_ray(self) -> None:
@@ -289,13 +289,13 @@ class HeadAgent:
         network, detection = log_network_here(ifname, ip)
         self._gathering.own_conflicts = detection.conflict_lines if self._reception.links else None
         row = network_row(network, detection, installed_versions())
-        own = NodeReport(
+        own_report = NodeReport(
             facts.host, 0, options.num_gpus, installed_versions(), ip, ifname, network=row
         )
         # Test the address, because on a routed fabric the loopback interface holds a routable one.
         # A node alone needs no fabric, and NCCL would fail where it asks for an absent plug-in.
         is_alone = not self._reception.links or ipaddress.ip_address(ip).is_loopback
-        return own, {} if is_alone else detection.rdma_env
+        return own_report, {} if is_alone else detection.rdma_env
 
     async def _admit(self, own: NodeReport) -> list[NodeReport]:
         """Reports of the selected nodes, in order of topology, once enough have joined."""
@@ -314,7 +314,7 @@ class HeadAgent:
 
     async def _start_ray(
         self,
-        own: NodeReport,
+        own_report: NodeReport,
         ports: PortBlock,
         fabric: dict[str, str],
         preparing: asyncio.Task[None],
@@ -326,8 +326,8 @@ class HeadAgent:
         assert self._session is not None
         options = self._options
         node = RayNode(
-            ip=own.ip,
-            head_ip=own.ip,
+            ip=own_report.ip,
+            head_ip=own_report.ip,
             ports=ports,
             temp_dir=str(self._session.path),
             num_cpus=len(os.sched_getaffinity(0)),
@@ -336,8 +336,8 @@ class HeadAgent:
             dashboard_host=options.ray_dashboard_host,
         )
         assert self._ray is not None
-        self._ray.start(node, network_environment(self._environ, node, own.ifname, fabric))
-        await self._ray.wait_registered({own.ip: own.num_gpus})
+        self._ray.start(node, network_environment(self._environ, node, own_report.ifname, fabric))
+        await self._ray.wait_registered({own_report.ip: own_report.num_gpus})
         logger.info("Ray is up on this node")
         watches = (self._watch_ray(self._ray), self._watch_disks(Path(node.temp_dir)))
         self._watching = [asyncio.create_task(watch) for watch in watches]

@@ -133,12 +133,16 @@ def ray_environment(base: Mapping[str, str]) -> dict[str, str]:
     when a node ends, so both timeouts are shortened. Ray's metrics are off: their port would answer
     without the token, on all interfaces.
 
+    Ray's workers, thus trainer ranks and engines, have niceness 15 by default. Graders and the driver
+    have 0, and would take the cores of a busy node from them.
+
     ``ray status`` prints what the autoscaler's monitor last wrote, and no monitor runs
     (``start_argv``). With autoscaler v2 enabled it queries the GCS, which has nodes and resources.
     """
     return {
         "RAY_enable_autoscaler_v2": "1",
         "RAY_enable_metrics_collection": "0",
+        "RAY_worker_niceness": "0",
         **base,
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",

@@ -16,13 +16,15 @@ be detected at once. This is the only module of ``bootstrap`` that imports Ray; 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
-import select
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ _POLL_S = 0.05
 _QUIET_AFTER_S, _QUIET_POLL_S = 60.0, 0.5
 _RPC_TIMEOUT_S = 5.0
 RAYLET_WAIT_S = 240.0  # the deadline of the bring-up ends an attempt earlier if it is shorter
+AGENT_PORT_NAME = "dashboard_agent_listen_port"  # DASHBOARD_AGENT_LISTEN_PORT_NAME of ray._raylet
 _ALIVE = 0  # GcsNodeInfo.GcsNodeState
 _REGISTERED = "registered node "
 
@@ -70,7 +73,7 @@ def wait_longer_for_raylet(services: Any, limit_s: float = RAYLET_WAIT_S) -> Non
     get_node = services.get_node
     until = time.monotonic() + limit_s
 
-    def get_when_registered(*args: Any) -> Any:
+    def get_when_registered(*args: object) -> object:
         while True:
             try:
                 return get_node(*args)
@@ -80,6 +83,26 @@ def wait_longer_for_raylet(services: Any, limit_s: float = RAYLET_WAIT_S) -> Non
             time.sleep(_POLL_S)
 
     services.get_node = get_when_registered
+
+
+def write_agent_port(services: Any, persist_port: Callable[..., None], *, is_served: bool) -> None:
+    """Let a raylet find the HTTP port of its dashboard agent at its start.
+
+    The raylet waits 15 s, a constant, for the file in which the agent states the port, and ends
+    without it (ray-project/ray#65983); on a busy machine the agent's imports alone take longer. All
+    ports are chosen here, so the file is written first, by Ray's own function. ``is_served``:
+    whether the agent will serve HTTP; if not, it states -1, too.
+    """
+    start_raylet = services.start_raylet
+    parameters = inspect.signature(start_raylet)
+
+    def start(*args: object, **options: object) -> object:
+        named = parameters.bind(*args, **options).arguments
+        port = named["dashboard_agent_listen_port"] if is_served else -1
+        persist_port(named["session_dir"], named["node_id"], AGENT_PORT_NAME, port)
+        return start_raylet(*args, **options)
+
+    services.start_raylet = start
 
 
 def _has_raylet() -> bool:
@@ -151,13 +174,16 @@ def _pause_s(quiet_s: float) -> float:
 
 def _is_closed(descriptor: int, pause_s: float = _POLL_S) -> bool:
     """Whether the other end is closed, after at most ``pause_s`` seconds."""
-    return bool(select.select([descriptor], [], [], pause_s)[0])
+    return bool(wait([descriptor], pause_s))
 
 
-def _wait_longer() -> None:
+def _allow_for_a_busy_machine(*, has_dashboard: bool) -> None:
+    from ray import _raylet
     from ray._private import services
 
     wait_longer_for_raylet(services)
+    if hasattr(_raylet, "persist_port"):  # earlier versions of Ray have no such file
+        write_agent_port(services, _raylet.persist_port, is_served=has_dashboard)
 
 
 def main() -> int:
@@ -175,13 +201,14 @@ def main() -> int:
     os.environ.update(order["environ"])
     if order["watch"]:
         threading.Thread(target=_watch, args=(order["watch"], orders), daemon=True).start()
-    if "--include-dashboard=true" in order["argv"]:
+    has_dashboard = "--include-dashboard=true" in order["argv"]
+    if has_dashboard:
         try:
             check_dashboard()
         except ImportError as error:
             print(f"--ray-dashboard: {error}; pip install 'ray[default]' in {sys.executable}")
             return 1
-    _wait_longer()
+    _allow_for_a_busy_machine(has_dashboard=has_dashboard)
     sys.argv = ["ray", *order["argv"]]
     scripts.main()
     return 0

@@ -112,10 +112,10 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
                 logger.warning(
                     "%s did not connect within %.0f s", ", ".join(reception.missing()), wait_s
                 )
-            own, gathering.own_conflicts = _own_report(facts, options, reception)
-            reports = [own, *(report for _, report in sorted(reception.reports.items()))]
+            own_report, gathering.own_conflicts = _own_report(facts, options, reception)
+            reports = [own_report, *(report for _, report in sorted(reception.reports.items()))]
             preflight = with_versions(
-                await gathering.judge(own.ip if reception.links else ""), reports
+                await gathering.judge(own_report.ip if reception.links else ""), reports
             )
             for link in reception.links.values():
                 await _end_link(link)

@@ -88,11 +88,11 @@ def check_image(
             TransformerEngine is a warning only.
     """
     te = _transformer_engine(facts, compiled, te_reasons)
-    of_gpus = () if cpu else (_needs(facts), te, _driver(facts), _rdma(facts), _nccl(facts))
+    gpu_checks = () if cpu else (_needs(facts), te, _driver(facts), _rdma(facts), _nccl(facts))
     return (
         _python(facts, python),
         _packages(facts, requirements),
-        *of_gpus,
+        *gpu_checks,
         _commands(facts),
         _limits(facts),
         _shm(facts),

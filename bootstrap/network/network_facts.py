@@ -134,7 +134,6 @@ class NetworkFacts:
     interfaces_complete: bool = False
 
     def interface(self, name: str | None) -> Interface | None:
-        """The interface of that name."""
         return next((one for one in self.interfaces if one.name == name), None)
 
     def members(self, name: str) -> tuple[Interface, ...]:

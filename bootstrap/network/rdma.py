@@ -132,7 +132,7 @@ def _judge_without_ports(facts: NetworkFacts, choice: RdmaChoice) -> None:
 
 
 def _choose_ports(facts: NetworkFacts, socket_ifname: str | None, choice: RdmaChoice) -> None:
-    ports: Narrowing[RdmaPort] = Narrowing(facts.rdma_ports, choice.why)
+    ports = Narrowing(facts.rdma_ports, choice.why)
     if all(_is_accelerated_networking(facts, port) for port in facts.rdma_ports):
         choice.excluded = facts.rdma_ports
         choice.why.append("none: the only RDMA port is that of Hyper-V's accelerated networking")
@@ -188,7 +188,7 @@ def _is_accelerated_networking(facts: NetworkFacts, port: RdmaPort) -> bool:
     return above is not None and above.driver == "hv_netvsc"
 
 
-def _drop_elsewhere(facts: NetworkFacts, ports: Narrowing[RdmaPort], warnings: list[str]) -> None:
+def _drop_elsewhere(facts: NetworkFacts, ports: Narrowing, warnings: list[str]) -> None:
     """Drop RoCE ports whose interface is in another network namespace; add a warning.
 
     RoCE resolves peers through an interface's addresses. With SR-IOV, a container sees all virtual
@@ -224,7 +224,7 @@ def _listed(ports: Sequence[RdmaPort]) -> str:
     return ", ".join(f"{port.name} ({port.netdev})" if port.netdev else port.name for port in ports)
 
 
-def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing) -> None:
     """Drop physical ports or virtual functions that are not of this container or VM.
 
     A container with virtual functions may see the host's physical ports, but not their interfaces.
@@ -245,7 +245,7 @@ def _drop_virtual_functions(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> 
         )
 
 
-def _drop_front_end(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+def _drop_front_end(facts: NetworkFacts, ports: Narrowing) -> None:
     """Drop the default route's port, unless it is the fastest or the GPUs need it."""
     way_out = facts.below(facts.default_route)
     # Where IPoIB is the only route, the InfiniBand port of the default route is still a rail.
@@ -283,7 +283,7 @@ def _rate(ports: Sequence[RdmaPort]) -> float:
     return max((port.rate_gbps or 0 for port in ports), default=0)
 
 
-def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing) -> None:
     """Keep the link layer with the most bandwidth, else with one port per GPU, else InfiniBand."""
     layers = {port.name: facts.link_layer(port) for port in ports.left}
     if "InfiniBand" not in layers.values():
@@ -304,7 +304,7 @@ def _keep_one_link_layer(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
     )
 
 
-def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
+def _keep_one_rate(ports: Narrowing) -> None:
     """Keep the rate with the most total bandwidth; unknown rates if they are more."""
     counts = Counter(port.rate_gbps for port in ports.left if port.rate_gbps)
     if not counts:
@@ -320,7 +320,7 @@ def _keep_one_rate(ports: Narrowing[RdmaPort]) -> None:
         ports.keep(lambda port: port.rate_gbps in (best, None), f"not {best:g} Gb/s")
 
 
-def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> None:
+def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing) -> None:
     """Drop the minority: a bonded pair among single ports is the front end."""
 
     def is_bonded(port: RdmaPort) -> bool:
@@ -336,9 +336,7 @@ def _drop_front_end_bond(facts: NetworkFacts, ports: Narrowing[RdmaPort]) -> Non
         )
 
 
-def _keep_same_fabric(
-    facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
-) -> None:
+def _keep_same_fabric(facts: NetworkFacts, ports: Narrowing, socket_ifname: str | None) -> None:
     """Keep the ports in the address plan of the socket interface, if it is a port.
 
     If the ports that do not fit are the majority and fit each other, they are the rails, and the
@@ -376,7 +374,7 @@ def _fits(one: Interface | None, other: Interface | None) -> bool:
     )
 
 
-def _keep_near_gpus(gpus: Sequence[GpuLocation], ports: Narrowing[RdmaPort]) -> None:
+def _keep_near_gpus(gpus: Sequence[GpuLocation], ports: Narrowing) -> None:
     """Keep the ports below the GPUs' PCIe switches, else on the GPUs' NUMA nodes."""
     paths = [gpu.pci_path for gpu in gpus]
     if paths and all(paths) and all(port.pci_path for port in ports.left):
@@ -399,9 +397,7 @@ def _share_a_switch(gpu_path: Sequence[str], port: RdmaPort) -> bool:
     return len(gpu_path) > 1 and len(port.pci_path) > 1 and gpu_path[:2] == port.pci_path[:2]
 
 
-def _settle_surplus(
-    facts: NetworkFacts, ports: Narrowing[RdmaPort], socket_ifname: str | None
-) -> None:
+def _settle_surplus(facts: NetworkFacts, ports: Narrowing, socket_ifname: str | None) -> None:
     """Keep similar ports, one or two per GPU, if the number of ports does not fit.
 
     The others are storage and management ports of the same kind and rate. The property that

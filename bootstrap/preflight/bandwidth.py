@@ -119,10 +119,10 @@ class Survey:
                 await links[host].send({**order, "rank": rank})
             except LinkLost as error:
                 self.record_answer(host, {"error": str(error)})
-        own = await measure_here({**order, "rank": 0}, some.local_ip, num_gpus, log)
+        measured = await measure_here({**order, "rank": 0}, some.local_ip, num_gpus, log)
         # The measurement is collective: the other nodes end at the same time.
         await asyncio.wait(self._answers.values(), timeout=_ANSWER_S)
-        answers: dict[str, Mapping[str, Any]] = {hosts[0]: own}
+        answers: dict[str, Mapping[str, Any]] = {hosts[0]: measured}
         for host, answer in self._answers.items():
             answers[host] = answer.result() if answer.done() else {"error": "no answer in time"}
         return {host: answers[host].get("gbps") or answers[host]["error"] for host in hosts}

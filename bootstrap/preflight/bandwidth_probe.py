@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> float:
     import torch
     import torch.distributed as dist
 
-    from common.torch_store import close_store, open_store
+    from common.torch_store import close_store, join_ranks, open_store
 
     device = "cuda" if options.num_gpus and torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=options.deadline_s)
@@ -43,6 +43,7 @@ def measure(options: argparse.Namespace) -> float:
         secret=attempt_secret(),
         timeout=timeout,
     )
+    join_ranks(store, rank, world)
     if device == "cuda":
         torch.cuda.set_device(options.local)
     dist.init_process_group(

@@ -164,8 +164,10 @@ class FolderTest:
                 await link.send({"kind": ORDER, "token": token, "num_lines": num_lines[host]})
             except LinkLost as error:
                 self.record_answer(host, {"error": str(error)})
-        own = asyncio.create_task(asyncio.to_thread(_append_quietly, folder / _LINES, own_host))
-        awaited: list[asyncio.Future[Any]] = [own, *self._answers.values()]
+        appending = asyncio.create_task(
+            asyncio.to_thread(_append_quietly, folder / _LINES, own_host)
+        )
+        awaited: list[asyncio.Future[Any]] = [appending, *self._answers.values()]
         await asyncio.wait(awaited, timeout=ANSWER_S)
         answers = {host: answer.result() for host, answer in self._answers.items() if answer.done()}
         answered_at = {host: at for host, (_, at) in answers.items()}

@@ -320,11 +320,11 @@ def custom_advantages(
     """
     key = "custom_advantage_function_path"
     where = f"{key} = {path}"
-    of_tokens = None
+    token_penalties = None
     if penalties is not None:
-        of_tokens = [list(map(tuple, group)) for group in penalties]
+        token_penalties = [list(map(tuple, group)) for group in penalties]
     with blamed_on(path, key=key):
-        raw_advantages = load_function(path, key=key)(groups, of_tokens)
+        raw_advantages = load_function(path, key=key)(groups, token_penalties)
     try:
         by_group = [tuple(map(_advantage, group)) for group in raw_advantages]
     except (TypeError, ValueError) as error:

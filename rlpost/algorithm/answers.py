@@ -60,7 +60,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The texts of all samples."""
         return "".join(scored.sample.text for scored in self.samples)
 
     @property
@@ -117,16 +116,16 @@ def answer_group(
     """
     joined = None
     if penalties is not None:
-        of_answers = partition(penalties, [len(answer.samples) for answer in answers])
-        joined = [DoubleColumn.joined(map(DoubleColumn.of, tokens)) for tokens in of_answers]
-    of_turns = [answer.turns for answer in answers]
-    turns = [turns for turns in of_turns if turns is not None]
+        answer_penalties = partition(penalties, [len(answer.samples) for answer in answers])
+        joined = [DoubleColumn.joined(map(DoubleColumn.of, tokens)) for tokens in answer_penalties]
+    answer_turns = [answer.turns for answer in answers]
+    turns = [turns for turns in answer_turns if turns is not None]
     return AnswerGroup(
         rewards=[answer.reward for answer in answers],
         masks=[answer.mask for answer in answers],
         lengths=[answer.num_generated for answer in answers],
         penalties=joined,
-        turns=turns if len(turns) == len(of_turns) else None,
+        turns=turns if len(turns) == len(answer_turns) else None,
     )
 
 

@@ -60,6 +60,7 @@ class Tokens:
 
 
 LossFunction = Callable[[Tokens, LossSettings], tuple[Tensor, Stats]]
+"""Returns the loss and the statistics of each token: [T] each."""
 
 
 def loss_function(settings: LossSettings) -> LossFunction:
@@ -114,11 +115,11 @@ def policy_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, St
     """Policy loss x correction + kl_loss_coef KL + opd_kl_coef distillation - entropy_coef entropy,
     each [T].
     """
-    of_mismatch = mismatch(tokens.old_logprobs, tokens.rollout_logprobs)
+    mismatch_metrics = mismatch(tokens.old_logprobs, tokens.rollout_logprobs)
     if settings.use_rollout_logprobs:
         tokens = replace(tokens, old_logprobs=tokens.rollout_logprobs)
     loss_T, stats = POLICY_LOSSES[settings.policy_loss](tokens, settings)
-    stats = stats | of_mismatch | {"entropy": tokens.entropy}
+    stats = stats | mismatch_metrics | {"entropy": tokens.entropy}
     if settings.use_opsm:
         kept_T = sequence_mask(
             tokens.logprobs - tokens.old_logprobs,
@@ -162,13 +163,13 @@ def _reference_kl(tokens: Tokens, ref_logprobs: Tensor, settings: LossSettings) 
 
 
 def sft_objective(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """Negative log-likelihood of the responses."""
+    """Negative log-likelihood of the responses, [T]."""
     del settings
     return -tokens.logprobs, {"entropy": tokens.entropy.detach()}
 
 
 def ppo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """Clipped ratios of tokens (``policy_loss``), with the dual clip of ``eps_clip_c``."""
+    """Clipped ratios of tokens, [T] (``policy_loss``), with the dual clip of ``eps_clip_c``."""
     return policy_loss(
         tokens.logprobs,
         tokens.old_logprobs.detach(),
@@ -180,7 +181,7 @@ def ppo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats
 
 
 def gspo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """Clipped ratios of whole sequences (``sequence_level``), with the same dual clip."""
+    """Clipped ratios of whole sequences, [T] (``sequence_level``), with the same dual clip."""
     old = tokens.old_logprobs.detach()
     means = tokens.sample_sums(tokens.logprobs.detach() - old) / tokens.sample_lengths.clamp(min=1)
     of_sequence = replace(
@@ -192,7 +193,7 @@ def gspo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stat
 
 
 def cispo_surrogate(tokens: Tokens, settings: LossSettings) -> tuple[Tensor, Stats]:
-    """REINFORCE with clipped importance weights (``cispo_loss``)."""
+    """REINFORCE with clipped importance weights, [T] (``cispo_loss``)."""
     return cispo_loss(
         tokens.logprobs,
         tokens.old_logprobs.detach(),

@@ -55,16 +55,16 @@ class Adapters:
     def arguments(self, settings: Mapping[str, object]) -> object:
         """Return the ``args`` of slime's functions for the settings of a run."""
 
-    def connected(self, args: Any, url: str, api_key: str) -> None:
+    def connected(self, args: object, url: str, api_key: str) -> None:
         """Set the address and API key of the engines in ``args``."""
 
     def adapt(
-        self, kind: Kind, function: Callable[..., Any], args: Any, **options: object
+        self, kind: Kind, function: Callable[..., Any], args: object, **options: object
     ) -> Callable[..., Any]:
         """Return ``function`` with rlpost's interface; ``args`` are those of ``arguments``."""
         raise ConfigError(str(self.refusal(kind)))
 
-    def grader(self, grader: Any, wanted: object) -> Any:
+    def grader(self, grader: object, wanted: object) -> Any:
         """Return a grader with what the group filter ``wanted`` needs of gradings."""
         return grader
 

@@ -63,7 +63,9 @@ def schedule(
     if work is not None and max_tokens is None:
         count = _up(-(-share // micro_batch_size), multiple_of)
         ranks = _spread(work, data_parallel_size, quota=share)
-        packed = [_spread(_chosen(work, own), count, quota=micro_batch_size) for own in ranks]
+        packed = [
+            _spread(_chosen(work, indices), count, quota=micro_batch_size) for indices in ranks
+        ]
         return _named(ranks, packed, work)
     if work is not None and max_tokens is not None:
         # A rank with few long samples may have fewer samples than others need micro-batches.
@@ -71,7 +73,7 @@ def schedule(
         for quota in (None, share):
             ranks = _spread(work, data_parallel_size, quota=quota)
             fitting = regroup(
-                [_chosen(lengths, own) for own in ranks],
+                [_chosen(lengths, indices) for indices in ranks],
                 max_tokens=max_tokens,
                 multiple_of=multiple_of,
             )
@@ -136,9 +138,12 @@ def regroup(
         For each rank, lists of indices into its ``lengths``, with even sums where the limit allows
         it. None when a rank has fewer samples than another needs micro-batches.
     """
-    count = _up(max(lower_bound(own, max_tokens=max_tokens) for own in lengths), multiple_of)
+    count = _up(
+        max(lower_bound(rank_lengths, max_tokens=max_tokens) for rank_lengths in lengths),
+        multiple_of,
+    )
     while count <= min(map(len, lengths)):
-        packed = [_pack(own, max_tokens, count) for own in lengths]
+        packed = [_pack(rank_lengths, max_tokens, count) for rank_lengths in lengths]
         needed = max(map(len, packed))
         if needed <= count:
             return packed

@@ -86,10 +86,10 @@ def turn_advantages(
     """
     returns = [turn_returns([turn.reward for turn in turns]) for turns in answers]
     flat = list(itertools.chain.from_iterable(returns))
-    of_turns = partition(baseline(flat) if flat else [], map(len, returns))
+    by_trajectory = partition(baseline(flat) if flat else [], map(len, returns))
     return tuple(
         _spread(turns, advantages, length)
-        for turns, advantages, length in zip(answers, of_turns, lengths, strict=True)
+        for turns, advantages, length in zip(answers, by_trajectory, lengths, strict=True)
     )
 
 

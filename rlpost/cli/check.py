@@ -18,19 +18,16 @@ from common.run_folder import RunFolder
 from common.units import count_text, counted, size_text
 from rlpost.cli.check_settings import check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
-from rlpost.cli.fleet_jobs import engine_settings
 from rlpost.cli.job import as_the_job_would, job_spec, time_notes
 from rlpost.cli.stack_check import StackCheck
-from rlpost.cli.startup_notes import CHECKS, explained
 from rlpost.cli.terminal import named_lines, terminal_width
+from rlpost.cli.waiting_notes import CHECKS, explained
 from rlpost.config import extensions
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.missing import image_problems
-from rlpost.config.engine_groups import engine_groups, engine_jobs
+from rlpost.config.engine_groups import engine_groups
 from rlpost.config.load import Loaded
-from rlpost.config.plan.engine_memory import engine_weights
-from rlpost.config.plan.hf_shape import hf_shape, weight_bytes
-from rlpost.config.plan.rank_memory import fullest_held
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
 from rlpost.config.wording import near_path, with_origins, with_values
 from rlpost.errors import ConfigError, WeightError
@@ -121,10 +118,9 @@ def check_problems(loaded: Loaded, recipe: str | None) -> list[str]:
 def _make_jobs(config: Config) -> None:
     """Make the jobs of a run as a submission would. Raises ConfigError, SpecError."""
     job_spec(config)
-    if engine_jobs(config):
-        job_spec(engine_settings(config))
     for part in extensions.job_parts():
-        part.check(config, RunFolder(Path.cwd()))
+        # no folder has this name: the current one may be that of a run, which has jobs already
+        part.check(config, RunFolder(Path.cwd() / "new-run"))
 
 
 def _print_object(
@@ -150,6 +146,7 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
     total = config.num_nodes * cluster.num_gpus_per_node
     trains, generates = config.actor_world_size, config.rollout_num_gpus
     data = config.data_parallel_size
+    joining = config.num_joining_engines
     a_step = config.samples_per_rollout // config.num_steps_per_rollout
     lines = [
         (
@@ -163,7 +160,7 @@ def arithmetic(config: Config) -> list[tuple[str, str]]:
             "engines",
             ", ".join(config.sglang.rollout_external_engine_addrs)
             or f"{counted(generates, 'GPU')} / {cluster.rollout_num_gpus_per_engine} an engine = {config.num_engines}"
-            + (f", and {config.fleet.engines} on other jobs" if config.fleet.engines else ""),
+            + (f", and {joining} on other jobs" if joining else ""),
         ),
         *_group_lines(config),
         (
@@ -216,21 +213,14 @@ def _model_lines(config: Config) -> list[tuple[str, str]]:
         shape = hf_shape(hf)
     except WeightError as error:
         return [("model", f"{name}: {error}; memory is not estimated")]
-    parameters, memory = shape.parameters, fullest_held(config, shape)
+    parameters = shape.parameters
     routed = f", {count_text(parameters.expert)} of them in experts" if parameters.expert else ""
-    critic = ", as much again for the critic" if config.use_critic else ""
-    return [
-        ("model", f"{name}, {count_text(parameters.total)} parameters{routed}"),
-        (
-            "trainer GPU",
-            f"weights {size_text(memory.weights)} + gradients {size_text(memory.gradients)} + optimizer "
-            f"{size_text(memory.optimizer)} = {size_text(memory.total)}{critic}, and activations",
-        ),
-        (
-            "engine GPU",
-            f"weights {size_text(engine_weights(config, shape, weight_bytes(hf)))}, and KV cache",
-        ),
-    ]
+    model, lines = f"{name}, {count_text(parameters.total)} parameters{routed}", []
+    if extensions.has_arithmetic():
+        lines = extensions.arithmetic(config, hf)
+    else:
+        model += "; memory is not estimated: this installation has no extension for it"
+    return [("model", model), *lines]
 
 
 def _file_lines(config: Config) -> list[tuple[str, str]]:

@@ -107,7 +107,7 @@ def _transformer_engine_problems(config: Config) -> list[str]:
     required = [need for need in needs_transformer_engine(config) if need.is_required]
     if not is_package("transformer_engine"):
         return [need.problem("which is not installed in this environment") for need in required]
-    if config.perf.transformer_impl == "local":
+    if config.lora.lora_rank is not None:
         return [need.problem(RULED_OUT) for need in required if need.is_of_layers]
     return []
 

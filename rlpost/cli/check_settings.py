@@ -24,10 +24,13 @@ from rlpost.config.checks.container import container_problems, interpreter_note
 from rlpost.config.checks.context_length import context_notes, context_problems
 from rlpost.config.checks.data_notes import data_notes
 from rlpost.config.checks.distillation import distillation_problems
-from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
+from rlpost.config.checks.engine_model import (
+    engine_model_problems,
+    load_format_problems,
+    update_problems,
+)
 from rlpost.config.checks.environment_variables import environment_problems
 from rlpost.config.checks.export_folder import export_problems
-from rlpost.config.checks.fleet import fleet_model_problems, fleet_problems
 from rlpost.config.checks.functions import function_problems, whole_rollout_problems
 from rlpost.config.checks.images import image_model_problems, image_setting_problems
 from rlpost.config.checks.layout import cold_start_note, layout_problems, model_problems
@@ -62,11 +65,8 @@ from rlpost.config.megatron_options import option_names
 from rlpost.config.model_file import other_model_problem
 from rlpost.config.path_variables import variable_problems
 from rlpost.config.plan.architecture import mtp_problem, sharding_problem
-from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.rank_memory import forward_pass, frozen_note, reference_note
-from rlpost.config.plan.save_interval import interval_note, save_interval
-from rlpost.config.plan.shape import Shape
+from rlpost.config.plan.vision import longest_sample
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_origins
 from rlpost.durable.commit import foreign
@@ -78,7 +78,6 @@ from rlpost.models.families import family
 from rlpost.models.family import STACKED
 from rlpost.models.fp8 import SUFFIX
 from rlpost.models.model_types import HfConfig
-from rlpost.observe.earlier_runs import earlier_step_times
 from rlpost.tasks.prompt_settings import check_prompts, image_processor
 from rlpost.tasks.reward.grader import check_reward
 from rlpost.tasks.tokenizer import check_tokenizer_folder
@@ -86,7 +85,6 @@ from rlpost.trainer.attention_backends import BEST_GPU, Options, attention_of, c
 from rlpost.trainer.model_description import description_of, read_description
 from rlpost.trainer.weights.safetensors_files import file_problems, tensor_files
 
-ANY_GPU_BYTES = 80 * 10**9  # a checkpoint does not depend on it
 REWARD_KEYS = {"rm_type", "custom_rm_path"}  # an evaluation set may override these
 
 
@@ -135,6 +133,7 @@ def _settings_problems(config: Config) -> list[str]:
         *layout_problems(config),
         *batch_problems(config),
         *algorithm_problems(config),
+        *(lines_of(extensions.examples) if config.grpo.is_supervised else []),
         *no_effect_problems(config),
         *distillation_problems(config),
         *group_checks.engine_group_problems(config),
@@ -151,8 +150,8 @@ def _settings_problems(config: Config) -> list[str]:
         *debug_problems(config),
         *adapter_engine_problems(config),
         *load_format_problems(config),
+        *update_problems(config),
         *image_setting_problems(config),
-        *fleet_problems(config),
         *observe_problems(config),
         *masking_problems(config),
         *lines_of(lambda: check_reward(config.rollout)),
@@ -184,40 +183,22 @@ def notes(config: Config) -> list[str]:
     Without the model's config.json, as in a dry run, the notes that depend on it are left out.
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    of_data = [*no_effect_notes(config), *data_notes(config), *group_checks.key_notes(config)]
+    data = [*no_effect_notes(config), *data_notes(config), *group_checks.key_notes(config)]
     if not path.is_file():
-        return [*of_data, *(note for note in (interpreter_note(config),) if note is not None)]
+        return [*data, *(note for note in (interpreter_note(config),) if note is not None)]
     hf = read_config(path.parent)
     try:
         shape = hf_shape(hf)
     except WeightError:
-        shape = None  # a plugin's model family: the note omits sizes
+        shape = None  # a plugin's model family
     note_lines = (
-        reference_note(config, shape),
-        frozen_note(config),
+        *extensions.notes(config, hf),
         sampling_note(config),
         interpreter_note(config),
-        _interval_note(config, shape),
         cold_start_note(config, shape),
         *context_notes(config, hf),
     )
-    return [*of_data, *(note for note in note_lines if note is not None)]
-
-
-def _interval_note(config: Config, shape: Shape | None) -> str | None:
-    """Note on a --save-interval that loses time, judged by an earlier run of this recipe."""
-    times = None if shape is None else earlier_step_times(config)
-    if shape is None or times is None:
-        return None
-    made = estimate(config, shape, gpu_bytes=ANY_GPU_BYTES)
-    return interval_note(
-        config,
-        save_interval(
-            config,
-            checkpoint_bytes=made.checkpoint_bytes,
-            times=times,
-        ),
-    )
+    return [*data, *(note for note in note_lines if note is not None)]
 
 
 def _model_folder_problems(config: Config) -> list[str]:
@@ -233,7 +214,7 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = read_config(path)
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
-        problems += fleet_model_problems(config, hf_config)
+        problems += extensions.model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)
         problems += image_model_problems(config, hf_config) or lines_of(
@@ -283,7 +264,7 @@ def _check_description(config: Config, path: Path) -> None:
     choice = choose(
         attention,
         BEST_GPU,
-        with_engine=perf.transformer_impl != "local",
+        with_engine=config.lora.lora_rank is None,
         options=Options.of(config.megatron.options),
     )
     if isinstance(choice, str):
@@ -302,7 +283,7 @@ def _engine_problems(config: Config, hf: HfConfig) -> list[str]:
     return engine_model_problems(
         config,
         hf,
-        longest=forward_pass(config)[1],
+        longest=longest_sample(config),
         ignored_window=None if window is None else window[0] + 1,
     )
 

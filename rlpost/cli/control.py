@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from common.attempt import VERDICT_FILE
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
-from rlpost.cli.fleet_jobs import stop_engines
-from rlpost.cli.run_status import of_ledger
 from rlpost.cli.runs import (
     LOCAL,
     add_run_options,
@@ -17,13 +15,15 @@ from rlpost.cli.runs import (
     job_ids,
     local_is_alive,
     newest_job,
+    of_ledger,
     running_job,
     settings_of,
     settle,
 )
+from rlpost.config import extensions
 from rlpost.config.arguments import Parser
 from rlpost.errors import ConfigError
-from rlpost.observe.report.write import try_to_write_report
+from rlpost.observe.reporter import try_to_write_report
 from slurm.client import ask_to_requeue, cancel
 from slurm.queue import queue
 from slurm.states import JobState
@@ -80,7 +80,8 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
     for one in queue(job_ids(run)).values():
         if not one.is_over:
             cancel(one.job_id)
-    stop_engines(run)
+    for part in extensions.job_parts():
+        part.cancel(run)
     for submission in unknown:
         raise ConfigError(f"{run.root.name}: the known jobs are cancelled; {explain(submission)}")
 

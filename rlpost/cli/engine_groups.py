@@ -81,54 +81,56 @@ def group_folder_problems(config: Config) -> Iterator[str]:
             yield f"{key}: {problem}"
         if not (policy / "config.json").is_file():
             continue
-        own = read_config(policy)
-        yield from group_model_problems(config, name, theirs, own)
+        policy_config = read_config(policy)
+        yield from group_model_problems(config, name, theirs, policy_config)
         if name == teacher_group(config):
-            yield from _teacher_problems(config, key, folder, theirs, own)
+            yield from _teacher_problems(config, key, folder, theirs, policy_config)
 
 
 def _teacher_problems(
-    config: Config, key: str, folder: Path, theirs: HfConfig, own: HfConfig
+    config: Config, key: str, folder: Path, theirs: HfConfig, policy_config: HfConfig
 ) -> Iterator[str]:
-    """Yield problems of a teacher's vocabulary; ``own`` is the config.json of the policy."""
-    if theirs["vocab_size"] < own["vocab_size"]:
+    """Yield problems of a teacher's vocabulary; ``policy_config`` is that of the policy."""
+    if theirs["vocab_size"] < policy_config["vocab_size"]:
         yield (
-            f"{key}: vocab_size = {theirs['vocab_size']} of the teacher is below {own['vocab_size']} "
+            f"{key}: vocab_size = {theirs['vocab_size']} of the teacher is below {policy_config['vocab_size']} "
             "of --hf-checkpoint, so it has no log-prob for the last tokens; use another teacher"
         )
     top_k = config.distillation.opd_top_k
-    if top_k is not None and top_k > own["vocab_size"]:
+    if top_k is not None and top_k > policy_config["vocab_size"]:
         yield (
-            f"--opd-top-k {top_k} is more than vocab_size = {own['vocab_size']} of --hf-checkpoint; "
+            f"--opd-top-k {top_k} is more than vocab_size = {policy_config['vocab_size']} of --hf-checkpoint; "
             "use 64, for instance"
         )
     if problem := vocabulary_problem(Path(config.checkpoint.hf_checkpoint), folder):
         yield f"{key}: {problem}; distillation needs a teacher with the same tokenizer"
 
 
-def vocabulary_problem(own: Path, theirs: Path) -> str | None:
-    """Return how the vocabulary of ``theirs`` differs from that of ``own``; None if it does not.
+def vocabulary_problem(policy: Path, theirs: Path) -> str | None:
+    """Return how the vocabulary of ``theirs`` differs from that of ``policy``; None if it does not.
 
     It may have more tokens. Where both folders have a tokenizer.json it decides; else the other
     vocabulary files, byte for byte, and the added tokens. No tokenizer is loaded.
     """
-    common = [name for name in VOCABULARIES if (own / name).is_file() and (theirs / name).is_file()]
+    common = [
+        name for name in VOCABULARIES if (policy / name).is_file() and (theirs / name).is_file()
+    ]
     if not common:
-        return f"no vocabulary file in common with {own} ({', '.join(VOCABULARIES)})"
+        return f"no vocabulary file in common with {policy} ({', '.join(VOCABULARIES)})"
     is_whole = "tokenizer.json" in common
-    differs = [(own / name).read_bytes() != (theirs / name).read_bytes() for name in common]
+    differs = [(policy / name).read_bytes() != (theirs / name).read_bytes() for name in common]
     if not is_whole and all(differs):
-        return f"{common[0]} differs from that of {own}"
+        return f"{common[0]} differs from that of {policy}"
     read = _all_tokens if is_whole else _added_tokens
     try:
-        ours, other = read(own), read(theirs)
+        ours, other = read(policy), read(theirs)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"the tokenizer of {theirs} cannot be compared with that of {own}: {error!r}"
+        return f"the tokenizer of {theirs} cannot be compared with that of {policy}: {error!r}"
     if not is_whole and not other:  # the folder does not say
         return None
     for token, number in sorted(ours.items(), key=lambda pair: pair[1]):
         if other.get(token) != number:
-            return f"token {token!r} has id {number} in {own} and {other.get(token)} in {theirs}"
+            return f"token {token!r} has id {number} in {policy} and {other.get(token)} in {theirs}"
     return None
 
 

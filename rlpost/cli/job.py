@@ -14,6 +14,7 @@ from pathlib import Path
 from common.attempt import DRIVER_RESTARTS
 from common.files import text_or_empty
 from common.jit_caches import is_remote, mount_of
+from common.run_folder import RunFolder
 from rlpost.config import extensions
 from rlpost.config.checks.missing import read_paths
 from rlpost.config.groups.cluster import ClusterConfig
@@ -26,6 +27,7 @@ from slurm.container_choice import choose
 from slurm.errors import SpecError
 from slurm.spec import JobSpec
 
+PROJECT = Path(__file__).parents[2]
 IMAGE = "RLPOST_IMAGE"
 IMAGE_CACHE = "RLPOST_IMAGE_CACHE"
 SAME_NAME = {field.name for field in fields(JobSpec)} & set(ClusterConfig.model_fields)
@@ -119,6 +121,11 @@ def _job_spec(
     values |= {"nodes": config.num_nodes, "environment": tuple(cluster.environment.items())}
     values |= {"container": container, "agent_args": tuple(agent_args), "driver_args": driver_args}
     return JobSpec(**values)
+
+
+def code_of(run: RunFolder) -> Path:
+    """Return the folder of the code for further jobs of a run: its snapshot, else this project."""
+    return run.code if run.code.is_dir() else PROJECT
 
 
 def container_of(cluster: ClusterConfig) -> Container | None:

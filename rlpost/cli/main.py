@@ -7,8 +7,6 @@ demand, to keep startup fast.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,63 +26,14 @@ VERBS = {
         "check a recipe and submit it (--dry-run, --test-only, --wait, --local)",
         takes_settings=True,
     ),
-    "sweep": Verb(
-        "rlpost.cli.sweep:main", "submit a run for each point of a grid", takes_settings=True
-    ),
     "recipes": Verb("rlpost.cli.recipes:main", "recipes, models and clusters that have a name"),
     "check": Verb(
         "rlpost.cli.check:main", "check a recipe and show its arithmetic", takes_settings=True
     ),
-    "plan": Verb(
-        "rlpost.cli.plan:main",
-        "memory, nodes and disks that a recipe needs (--suggest: better layouts)",
-        takes_settings=True,
-    ),
-    "fetch": Verb(
-        "rlpost.cli.fetch:main",
-        "download a recipe's model and data from the Hugging Face hub",
-        takes_settings=True,
-    ),
-    "convert": Verb(
-        "rlpost.cli.convert_job:main",
-        "submit the job that converts a recipe's weights to torch_dist (--to fp8: for "
-        "engines; --dry-run)",
-        takes_settings=True,
-    ),
-    "status": Verb("rlpost.cli.status:main", "status of a run (--watch: live)"),
-    "list": Verb("rlpost.cli.list:main", "all runs, the newest first"),
-    "logs": Verb(
-        "rlpost.cli.logs:main",
-        "the log of the driver, or of any other process (-f, --of NAME, --level, --grep, --since)",
-    ),
-    "attach": Verb("rlpost.cli.attach:attach_main", "a shell on a node of a run"),
-    "exec": Verb("rlpost.cli.attach:exec_main", "a command on every node of a run"),
-    "tunnel": Verb("rlpost.cli.attach:tunnel_main", "the way to Ray's dashboard"),
     "requeue": Verb(
         "rlpost.cli.control:requeue_main", "save, requeue and resume, as at a preemption"
     ),
     "cancel": Verb("rlpost.cli.control:cancel_main", "end a run without a restart"),
-    "fleet": Verb(
-        "rlpost.cli.fleet:main",
-        "engines that join a run on preemptible jobs (--engines, --scale, --drain, --stop)",
-    ),
-    "evaluate": Verb(
-        "rlpost.cli.evaluate:main",
-        "evaluate a model or a step of a run: pass@k, intervals, answers",
-        takes_settings=True,
-    ),
-    "report": Verb(
-        "rlpost.cli.report:main", "a run as a page with plots, answers, recipe, and as text"
-    ),
-    "journal": Verb(
-        "rlpost.cli.journal:main",
-        "what a run would resume from after a crash (--records: every record)",
-    ),
-    "compare": Verb("rlpost.cli.compare:main", "compare several runs on one page"),
-    "doctor": Verb("rlpost.cli.main:doctor", "diagnose this machine, or an image (--image)"),
-    "completion": Verb(
-        "rlpost.cli.completion:main", "a script that completes words in bash or zsh"
-    ),
 }
 """The verbs of the core."""
 OTHER_NAMES = {
@@ -102,7 +51,6 @@ OTHER_NAMES = {
 """Verbs of other tools, and what stands for them here."""
 PACKAGES = ("rlpost", "slurm", "bootstrap", "common")
 PROJECT = Path(__file__).parents[2]
-_DOCTOR = "bootstrap.doctor.node"
 HELP_WIDTH = 79
 
 
@@ -119,11 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def known_verbs() -> dict[str, Verb]:
     """Return the verbs of this installation, those of its extensions included."""
     added = extensions.verbs(VERBS)
-    known = {}
+    known: dict[str, Verb] = {}
+
+    def add(name: str, verb: Verb) -> None:
+        known[name] = verb
+        for follower in [one for one, row in added.items() if row.after == name]:
+            add(follower, added.pop(follower))
+
     for name, verb in VERBS.items():
-        if name != "doctor" or importlib.util.find_spec(_DOCTOR) is not None:
-            known[name] = verb
-        known |= {one: added.pop(one) for one in list(added) if added[one].after == name}
+        add(name, verb)
     return known | added
 
 
@@ -150,23 +102,6 @@ def help_page(known: Mapping[str, str]) -> str:
         "run is used. --version prints the version.",
     ]
     return "\n".join(lines)
-
-
-def doctor(arguments: Sequence[str]) -> int:
-    """Run the agent's checks on this machine, or check an image with --image."""
-    if "--image" in arguments:
-        words = [word for word in arguments if word != "--image"]
-        if any(word.partition("=")[0] == "--cluster" for word in words):
-            from rlpost.cli.image_doctor import main as look
-
-            return look(words)
-        if any(word.endswith(".toml") for word in words):
-            from rlpost.cli.image_doctor import words_of_recipes
-
-            words = words_of_recipes(words)
-        # In a separate process: an image without rlpost's dependencies can be checked too.
-        return subprocess.run([sys.executable, "-m", "bootstrap.image.doctor", *words]).returncode
-    return subprocess.run([sys.executable, "-m", _DOCTOR, *arguments]).returncode
 
 
 def _verb(arguments: Sequence[str]) -> int:

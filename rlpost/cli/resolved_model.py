@@ -78,7 +78,7 @@ def trainer_model(
 
 
 def engine_model(
-    resolved: Any, *, generation_eos: int | list[int] | None, context: int | None
+    resolved: object, *, generation_eos: int | list[int] | None, context: int | None
 ) -> ResolvedModel:
     """Return the engines' values.
 
@@ -108,7 +108,7 @@ def engine_model(
     )
 
 
-def model_context(resolved: Any) -> int:
+def model_context(resolved: object) -> int:
     """Return the engines' longest context (``get_context_length`` there, 0.5.21)."""
     scaling = getattr(resolved, "rope_scaling", None) or {}
     is_included = "original_max_position_embeddings" in scaling
@@ -171,7 +171,7 @@ def _rope(options: Mapping[str, Any], rotated: float) -> Options:
     return tuple(sorted(rope_values.items()))
 
 
-def _rotated(resolved: Any, width: int, latent: bool) -> float:
+def _rotated(resolved: object, width: int, latent: bool) -> float:
     """Return the fraction of a head that SGLang rotates; MiniMax-M2 has ``rotary_dim``."""
     if latent:
         return 1.0

@@ -19,10 +19,10 @@ from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
 from rlpost.models.config_file import read_config
+from rlpost.tasks.examples import ExampleTokenizer, tokenizer_class
 from rlpost.tasks.prompt_settings import prompt_set
 from rlpost.tasks.prompts import value_of
 from rlpost.tasks.rows import Rows
-from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.types import Prompt
 
@@ -50,7 +50,7 @@ def check_rows(config: Config) -> tuple[list[str], list[str]]:
     """Return the first problem of each prompt file, and notes on its rows."""
     applies = {"apply_chat_template": config.applies_chat_template}
     run, folder = config.rollout.model_copy(update=applies), config.checkpoint.hf_checkpoint
-    kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
+    kind = tokenizer_class(config)
     sources: list[tuple[str, Sequence[str], RolloutConfig, type[PromptTokenizer]]] = [
         ("--prompt-data", run.prompt_data, run, kind)
     ]
@@ -95,7 +95,7 @@ def _tokenize_sample(
             assert prompt is not None, "nothing is skipped"
             tokenized[position] = prompt
             lengths[position] = len(prompt.token_ids)
-            if isinstance(tokenizer, SupervisedTokenizer):
+            if isinstance(tokenizer, ExampleTokenizer):
                 lengths[position] = len(tokenizer.whole(prompt))
         except DataError as error:
             errors.append(error)
@@ -134,12 +134,12 @@ def _notes(
     sample: _Sample, config: Config, settings: RolloutConfig, tokenizer: PromptTokenizer
 ) -> Iterator[str]:
     """Yield notes on the rows of a file."""
-    if isinstance(tokenizer, SupervisedTokenizer):
+    if isinstance(tokenizer, ExampleTokenizer):
         position = min(sample.prompts)
         text = tokenizer.marked(sample.prompts[position], most=SHOWN)
         yield f"{sample.rows.where(position)}: trained is what \u27e6 \u27e7 enclose: {text!r}"
     note = _length_note(
-        sample, config, settings, is_trained=isinstance(tokenizer, SupervisedTokenizer)
+        sample, config, settings, is_trained=isinstance(tokenizer, ExampleTokenizer)
     )
     if note is not None:
         yield note

@@ -59,13 +59,13 @@ def choose_folder(run_folder: Path | None, config: Config, *, resume: bool) -> P
         return run_folder
     # NAME-DATE-TIME of rlpost submit, NAME-JOBID of sbatch; not those of a recipe "NAME-large"
     pattern = re.escape(config.cluster.job_name) + r"-[\d_-]+"
-    of_recipe = [name for name in names if re.fullmatch(pattern, name)]
-    if not of_recipe:
+    recipe_runs = [name for name in names if re.fullmatch(pattern, name)]
+    if not recipe_runs:
         raise ConfigError(
             f"--resume: no run of {config.cluster.job_name} in {runs_dir.absolute()}; give its folder "
             "with --run-folder, or leave out --resume to start a new run"
         )
-    return runs_dir / of_recipe[0]
+    return runs_dir / recipe_runs[0]
 
 
 @contextmanager

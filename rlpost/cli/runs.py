@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ KTHREADD = 2  # parent of the threads of the kernel, which have no command line 
 RUNS_DIR = Path("runs")  # the default of the settings' runs_dir, without loading them
 RUNS_DIR_VARIABLE = "RLPOST_RUNS_DIR"
 NAMES_SHOWN = 8
+AGAIN = "again"  # the answer to a verdict after which the job restarts
+_ENDS: dict[str, JobState | None] = {
+    "done": JobState.COMPLETED,
+    "cancelled": JobState.CANCELLED,
+    "verdict": None,  # by the verdict
+    "submitted": None,
+    "attempt": None,
+    "started": None,
+}
+"""Events that begin or end a run or an attempt, and the state of a run whose ledger ends so."""
+_VERDICT_STATES = {"done": JobState.COMPLETED, "requeue": JobState.PREEMPTED}
 
 
 def add_run_options(made: argparse.ArgumentParser, *, positional: bool = True) -> None:
@@ -214,6 +225,22 @@ def running_job(run: RunFolder, *, what_for: str) -> QueueEntry:
             f"{run.root.name}: job {job_id} is {entry.state}{why}; this needs one that runs"
         )
     return entry
+
+
+def of_ledger(entry: QueueEntry, events: Sequence[Entry]) -> QueueEntry:
+    """The entry, with the state in which the ledger ends where Slurm's record does not hold it.
+
+    That is a job that Slurm does not know, or one PREEMPTED: since Slurm 24.05 this is the final
+    state of a job that was preempted once and restarted, however it ended.
+    """
+    if entry.state not in (JobState.UNKNOWN, JobState.PREEMPTED):
+        return entry
+    ends = (one for one in reversed(events) if one.get("event") in _ENDS)
+    ended: Entry = next(ends, {})
+    state = _ENDS.get(str(ended.get("event")))
+    if ended.get("event") == "verdict" and ended.get("answer") != AGAIN:
+        state = _VERDICT_STATES.get(str(ended.get("verdict")), JobState.FAILED)
+    return entry if state is None else replace(entry, state=state, reason="")
 
 
 def local_is_alive(job_id: str) -> bool:

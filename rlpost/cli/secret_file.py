@@ -48,12 +48,9 @@ def load_keys(run: RunFolder, environ: MutableMapping[str, str]) -> None:
     environ.update(_read(secrets_path(run)))
 
 
-def has_wandb_key(run: RunFolder, environ: Mapping[str, str]) -> bool:
-    """Return whether ``environ``, the run's file or ~/.netrc has a key for Weights & Biases."""
-    if environ.get(WANDB) or WANDB in _read(secrets_path(run)):
-        return True
-    netrc = Path(environ.get("HOME", "/")) / ".netrc"
-    return netrc.is_file() and "wandb" in netrc.read_text(errors="replace")
+def has_key(run: RunFolder, environ: Mapping[str, str], name: str) -> bool:
+    """Return whether ``environ`` or the run's file has the key ``name``."""
+    return bool(environ.get(name)) or name in _read(secrets_path(run))
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -63,7 +60,7 @@ def _read(path: Path) -> dict[str, str]:
     return {name: value for name, _, value in pairs if is_key(name)}
 
 
-KEY_FLAGS = {"--wandb-key": "WANDB_API_KEY"}
+KEY_FLAGS = {"--wandb-key": WANDB}
 
 
 def take_keys(words: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:

@@ -37,6 +37,7 @@ from rlpost.models.model_types import HfConfig
 from rlpost.tasks.passed_checks import PassedCheck, model_files
 from rlpost.tasks.rows import split_source
 from rlpost.tasks.tokenizer import eos_token_ids
+from rlpost.tasks.without_torch import imports_deferred, load_hf_config
 from rlpost.trainer.model_description import read_description
 
 PROJECT = Path(__file__).parents[2]
@@ -146,7 +147,8 @@ def model_problems(config: Config) -> tuple[list[str], list[str]]:
         return str(error).splitlines(), []
     except RlpostError:
         return [], []
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    with imports_deferred():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     hf = json.loads(path.read_text())
     if (kind := hf.get("model_type")) not in CONFIG_MAPPING_NAMES:
@@ -193,9 +195,7 @@ def _resolved(config: Config, folder: Path) -> Any:
     import transformers
 
     try:
-        resolved = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        resolved = load_hf_config(folder)
     except Exception as error:  # of any type, from the content
         words = " ".join(str(error).split())
         raise ConfigError(

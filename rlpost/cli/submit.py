@@ -18,37 +18,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.files import read_object, text_or_empty
-from common.fleet_name import POLICY
 from common.local_gpus import read_local_gpus
 from common.run_folder import RunFolder, RunFolderError, create_run_folder
 from common.run_identity import copy_words, original_of, settle_identity
-from common.units import counted
 from rlpost.cli.check_settings import absent, check, notes
 from rlpost.cli.command_line import make_parser, no_recipe, settings
 from rlpost.cli.entry import run_command
-from rlpost.cli.fleet_jobs import engine_settings, fleet_spec, fleet_views, submit_engines
-from rlpost.cli.follow import conclude, follow, latest_attempt
 from rlpost.cli.job import as_the_job_would, job_spec, local_disk_notes, time_notes
-from rlpost.cli.plan import GPU_MEMORY
+from rlpost.cli.outcome import conclude, latest_attempt, wait_for_end
+from rlpost.cli.planned_gpus import GPU_MEMORY
 from rlpost.cli.resume_changes import change_notes
 from rlpost.cli.run_claim import choose_folder, claim
-from rlpost.cli.secret_file import has_wandb_key, store_keys, take_keys
+from rlpost.cli.secret_file import store_keys, take_keys
 from rlpost.cli.stack_check import StackCheck
-from rlpost.cli.startup_notes import CHECKS, explained
+from rlpost.cli.waiting_notes import CHECKS, explained
 from rlpost.config import extensions
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
+from rlpost.config.checks.context_length import with_pool
 from rlpost.config.checks.layout import layout_problems
-from rlpost.config.engine_groups import engine_jobs
 from rlpost.config.keys import without_keys
 from rlpost.config.load import Loaded, dump
 from rlpost.config.masking import masked_words, restored
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, with_values
-from rlpost.engines.fleet.fleet_folder import FleetFolder
 from rlpost.errors import ConfigError
 from slurm.client import expected_start, is_available
-from slurm.errors import SlurmError, UnknownJobError
+from slurm.errors import SlurmError
 from slurm.render import render_sbatch
 from slurm.snapshot import snapshot_code
 from slurm.spec import JobSpec, completed
@@ -94,20 +90,21 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         extensions.rehearsal()(config, options.rehearse)
     try:
         spec = job_spec(config)
-        engines = _missing_engines(config, planned, options)
-        for group, number in engines.items():  # a problem is found before the run is submitted
-            fleet_spec(planned, engine_settings(config), number, group=group)
-        for part in extensions.job_parts():
+        for part in extensions.job_parts():  # a problem is found before the run is submitted
             part.check(config, planned)
         if options.dry_run:
             print(render_sbatch(completed(spec, planned, home=planned.code)), end="")
-            for group, number in engines.items():
-                print(f"note: {_of_the_fleet(group, number)} with it", file=sys.stderr)
+            for part in extensions.job_parts():
+                print_notes([f"{line} with it" for line in part.planned(config, planned)])
             return 0
         if options.test_only:
             print(_query_start(completed(spec, planned, home=PROJECT)))
             return 0
-        _check_wandb_key(config, planned)
+        has_no_gpu = local and not read_local_gpus()
+        if has_no_gpu:
+            extensions.check_trainer_without_gpus()
+        extensions.check_mirrors(config, planned)
+        follow = extensions.follow()
         from slurm.executor import submit  # loads submitit
 
         where: Where = "local" if local else "slurm"
@@ -117,9 +114,9 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
             run = create_run_folder(root, dump(config), resume=options.resume)
             settle_identity(run.root)
             with explained("the copy of the code (usually 1 s, a minute on a slow file system)"):
-                snapshot_code(PROJECT, run.code)
+                snapshot_code(PROJECT, run.code, without_keys(os.environ))
+            store_keys(run, os.environ)  # before sbatch, whose environment Slurm keeps
             attempt_before = latest_attempt(run)
-            store_keys(run, os.environ)  # sbatch sends its environment to Slurm, which keeps it
             with explained("the submission (usually 1 s, longer while slurmctld is busy)"):
                 job_id = submit(spec, run, home=run.code, where=where)
         for part in extensions.job_parts() if where == "slurm" else ():
@@ -127,11 +124,11 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
                 print(line)
     except (SlurmError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
-    if local and not read_local_gpus():
+    if has_no_gpu:
         print_notes([NO_GPU])
     print(f"submitted {job_id}\nrun folder {run.root}")
-    for group, number in engines.items():
-        _submit_engines(run, config, group, number, after=job_id)
+    for part in extensions.job_parts() if where == "slurm" else ():
+        part.submit_optional(config, run, job_id)
     resume = resume_command(arguments, run.root, program_words())
     if options.debug:
         return conclude(run, resume=resume, earlier=attempt_before)
@@ -140,6 +137,8 @@ def submit_main(arguments: Sequence[str], *, told: Collection[str] = ()) -> int:
         print(f"job {job_id} continues if this command ends; rlpost cancel {run.root} ends it")
     if not wait:
         return 0
+    if follow is None:
+        return wait_for_end(run, job_id, started_it=local, resume=resume, earlier=attempt_before)
     return follow(
         run, job_id, started_it=local, resume=resume, earlier=attempt_before, explains=True
     )
@@ -186,7 +185,8 @@ def check_run(
     config = loaded.config
     local_flag = next((f"--{name}" for name in ("local", "debug") if getattr(options, name)), None)
     local = local_flag is not None or not is_available()
-    if local and not (options.dry_run or options.test_only):
+    starts_here = local and not (options.dry_run or options.test_only)
+    if starts_here:
         _check_local(
             config,
             "there is no Slurm on this machine"
@@ -197,6 +197,8 @@ def check_run(
         config = with_values(config, container="none")
     seen, why = (config, "") if options.dry_run else as_the_job_would(config)
     stack = None if options.dry_run else StackCheck(config)
+    has_gpus = not starts_here or bool(read_local_gpus())
+    seen = with_pool(seen, has_gpus=has_gpus)
     try:
         check(seen, run=root, recipe=options.recipe, origins=loaded.origins, is_dry=options.dry_run)
     except ConfigError:
@@ -211,7 +213,8 @@ def check_run(
         said += stack_notes
     if why:
         said.append(f"container {why}")
-    said += [*notes(config), *time_notes(config), *([] if local else local_disk_notes(config))]
+    said += notes(with_pool(config, has_gpus=has_gpus))
+    said += [*time_notes(config), *([] if local else local_disk_notes(config))]
     return config, local, said
 
 
@@ -226,13 +229,6 @@ def _check_local(config: Config, why: str) -> None:
             f"--nodes {config.num_nodes}: {why}, so the run has only this machine; "
             f"{one + ', or ' if fits else ''}submit where there is Slurm"
         )
-    for group, number in engine_jobs(config).items():
-        asked, remedy = f"[engines.{group}] fleet = true", "engines of the run's own job"
-        if group == POLICY:
-            asked, remedy = f"--engines {number}", "--engines 0 --min-engines 0"
-        problems.append(
-            f"{asked}: {why}, so the run has no fleet; use {remedy}, or submit where there is Slurm"
-        )
     if config.cluster.container not in ("none", "auto"):
         problems.append(
             f"{spelled(config, 'container')}: {why}, so the run has no container; use --container none, or submit "
@@ -242,51 +238,6 @@ def _check_local(config: Config, why: str) -> None:
         problems += part.problems(config, why)
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _missing_engines(config: Config, run: RunFolder, options: argparse.Namespace) -> dict[str, int]:
-    """Engine jobs to submit, by group: those asked for, less those that a resumed run still has."""
-    wanted = engine_jobs(config)
-    if not (options.resume and is_available()):
-        return wanted
-    missing = {
-        group: number - sum(one.stays for one in fleet_views(run, group))
-        for group, number in wanted.items()
-    }
-    return {group: number for group, number in missing.items() if number > 0}
-
-
-def _submit_engines(run: RunFolder, config: Config, group: str, number: int, *, after: str) -> None:
-    """Submit the engine jobs. The run is submitted already, so a failure does not end it."""
-    words = _of_the_fleet(group, number)
-    try:
-        spec = fleet_spec(run, engine_settings(config), number, group=group, after=after)
-        print(f"submitted {submit_engines(spec, run)}: {words}")
-    except UnknownJobError as error:  # neither submitted nor not
-        print(f"note: {words}: {error}", file=sys.stderr)
-    except (SlurmError, OSError) as error:
-        command = FleetFolder(run.root, group).command.removesuffix("N")
-        print(
-            f"note: {words} were not submitted: {error}; {command}{number} tries again",
-            file=sys.stderr,
-        )
-
-
-def _of_the_fleet(group: str, number: int) -> str:
-    of_group = "its fleet" if group == POLICY else f"[engines.{group}]"
-    return f"{counted(number, 'engine job')} of {of_group}"
-
-
-def _check_wandb_key(config: Config, run: RunFolder) -> None:
-    if (
-        config.wandb.is_on
-        and config.wandb.mode_in(os.environ) == "online"
-        and not has_wandb_key(run, os.environ)
-    ):
-        raise ConfigError(
-            "--use-wandb true: no key for Weights & Biases; give --wandb-key, export WANDB_API_KEY, or use "
-            "--wandb-mode offline"
-        )
 
 
 def _query_start(spec: JobSpec) -> str:

@@ -1,7 +1,7 @@
-"""Arguments of an engine's server that follow from settings of the run. Pure.
+"""Arguments and variables of an engine's server that follow from settings of the run. Pure.
 
-Input: the tree. Output: fields of SGLang's ``ServerArgs``, the same for the run's own engines and
-for those of its fleet.
+Input: the tree. Output: fields of SGLang's ``ServerArgs`` and environment variables, the same for
+the run's own engines and for those in other jobs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ IMAGE_ARGS: Mapping[str, object] = {
     # as the trainer's (rlpost.images.processor)
     "image_processor_backend": "pil",
 }
+
+
+FEATURE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
+"""MB of features of images that an engine keeps, by the hash of the image alone. SGLang 0.5.21
+(``managers/mm_schedule.py``) clears them neither after a weight update nor with /flush_cache.
+"""
+
+
+def engine_variables(config: Config) -> dict[str, str]:
+    """Return the environment variables of an engine whose value the run decides.
+
+    An update of the encoder must reach all images, so engines then keep no features.
+    """
+    return {FEATURE_CACHE: "0"} if config.trains_encoder else {}
 
 
 def engine_args(config: Config) -> dict[str, object]:
@@ -52,10 +66,19 @@ def loses_draft_weights(config: Config) -> bool:
     args = config.sglang.server_args
     algorithm = args.get("speculative_algorithm")
     has_weights = algorithm is not None and str(algorithm).upper() != "NGRAM"
-    is_own = args.get("speculative_draft_model_path") is None
     is_kept = args.get("enable_weights_cpu_backup")
-    is_sent = config.grpo.enable_mtp_training and is_own
-    return bool(has_weights and config.offload_rollout and not is_sent and not is_kept)
+    is_lost = config.offload_rollout and not sends_draft_weights(config)
+    return bool(has_weights and is_lost and not is_kept)
+
+
+def sends_draft_weights(config: Config) -> bool:
+    """Return whether updates have the weights of a draft model: of the model's own trained layer.
+
+    Any other draft model has different weights under the policy's names, such as ``model.norm`` of
+    an EAGLE-3 checkpoint, and must not get the policy's.
+    """
+    is_own = config.sglang.server_args.get("speculative_draft_model_path") is None
+    return config.grpo.enable_mtp_training and is_own
 
 
 def engine_dtype(bf16: bool | None) -> str | None:
@@ -84,3 +107,14 @@ def adapter_args(config: Config) -> dict[str, object]:
         "max_loaded_loras": 1,
         "lora_strict_loading": True,
     }
+
+
+def replicas(config: Config) -> int:
+    """Data-parallel replicas of attention in an engine: fewer GPUs shard each one."""
+    args = config.sglang.server_args
+    return int(args.get("dp_size", 1)) if args.get("enable_dp_attention") else 1
+
+
+def attention_gpus(config: Config) -> int:
+    """GPUs of an engine that share an attention replica."""
+    return max(1, config.cluster.rollout_num_gpus_per_engine // replicas(config))

@@ -44,7 +44,6 @@ class NamedGroup:
 
     @classmethod
     def declared(cls, name: str, settings: EngineGroup) -> NamedGroup:
-        """Return the group of a table."""
         label = f"[engines.{name}]"
         return cls(name, settings, label, f"timeout_s of {label}")
 
@@ -130,7 +129,7 @@ def group_config(config: Config, name: str) -> Config:
         raise ConfigError(f"[engines.{name}]: the run has no such group of engines")
     cluster, sglang = config.cluster, config.sglang
     size = group.gpus_per_engine(cluster.num_gpus_per_node)
-    own = SglangConfig(
+    group_settings = SglangConfig(
         sglang_server_concurrency=group.concurrency,
         rollout_health_check_interval=sglang.rollout_health_check_interval,
         rollout_health_check_timeout=sglang.rollout_health_check_timeout,
@@ -149,8 +148,9 @@ def group_config(config: Config, name: str) -> Config:
     }
     if not group.follows_policy:
         values |= {"update_weight_mode": "full", "lora_rank": None, "bf16": None}
-        values |= {"multimodal_keys": {}, "image_max_pixels": None}  # another model reads text
-    return with_values(config, **values).model_copy(update={"sglang": own})
+        # another model reads text
+        values |= {"multimodal_keys": {}, "image_max_pixels": None, "vision_tower": "frozen"}
+    return with_values(config, **values).model_copy(update={"sglang": group_settings})
 
 
 def engines_to_place(config: Config) -> list[tuple[str, int]]:
@@ -166,21 +166,6 @@ def engines_to_place(config: Config) -> list[tuple[str, int]]:
     for name, group in config.engines.started.items():
         engines += [(name, group.gpus_per_engine(a_node))] * group.num_placed
     return sorted(engines, key=lambda engine: -engine[1])
-
-
-def fleet_groups(config: Config) -> list[str]:
-    """Return the groups that engines of a fleet may join: the policy's, and those with ``fleet``."""
-    return [POLICY, *(name for name, group in config.engines.started.items() if group.fleet)]
-
-
-def engine_jobs(config: Config) -> dict[str, int]:
-    """Return the engine jobs that are submitted with the run, by group; none for no jobs."""
-    groups = config.engines.groups
-    numbers = {
-        name: config.fleet.engines if name == POLICY else groups[name].engines
-        for name in fleet_groups(config)
-    }
-    return {name: number for name, number in numbers.items() if number}
 
 
 def group_key(group: NamedGroup, environ: Mapping[str, str] = os.environ) -> str:

@@ -1,125 +1,46 @@
 """The registry of extensions: parts of rlpost that a run can do without.
 
 An extension is a folder ``rlpost/extensions/NAME`` whose ``extension.py`` has one value, EXTENSION:
-a row of this registry. The folder that is beside the running code is listed, because the snapshot
-of a run has no metadata of an installed package. Extensions of other packages are entry points of
-the group ``rlpost.extensions``.
+a row of this registry (``rlpost.config.extension_row``). The folder that is beside the running code is
+listed, because the snapshot of a run has no metadata of an installed package. Extensions of other
+packages are entry points of the group ``rlpost.extensions``.
 
-A row is data: functions and classes are named as ``module:name`` and imported at their first use.
 The core reaches extensions through this module alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.run_folder import RunFolder
+from rlpost.config.extension_row import Extension as Extension
+from rlpost.config.extension_row import Follow as Follow
+from rlpost.config.extension_row import FollowEngines as FollowEngines
+from rlpost.config.extension_row import JobPart as JobPart
+from rlpost.config.extension_row import Mirror as Mirror
+from rlpost.config.extension_row import NamedReward as NamedReward
+from rlpost.config.extension_row import RankEstimate as RankEstimate
+from rlpost.config.extension_row import RankMemory as RankMemory
+from rlpost.config.extension_row import TextReward as TextReward
+from rlpost.config.extension_row import Verb as Verb
 from rlpost.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlpost.config.groups.base import Group
     from rlpost.config.groups.rollout import RolloutConfig
     from rlpost.config.tree import Config
+    from rlpost.models.model_types import HfConfig
 
 _Row = TypeVar("_Row")
 ENTRY_POINTS = "rlpost.extensions"
 FOLDER = Path(__file__).parents[1] / "extensions"
-MOVED = {
-    "rlpost.agents": "rlpost.extensions.agents",
-    "rlpost.compat.slime": "rlpost.extensions.slime",
-    "rlpost.compat": "rlpost.extensions.slime",
-    "rlpost.rehearsal": "rlpost.extensions.rehearsal.all_ranks",
-    "rlpost.tasks.judge": "rlpost.extensions.judge",
-}
-"""Modules of 0.2, and where they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A verb of the command line.
-
-    ``main`` takes the words after the verb and returns the exit code. ``takes_settings``: these
-    may hold keys, which are hidden from the list of processes. ``after`` is the verb behind which
-    the help lists it.
-    """
-
-    main: str
-    text: str
-    takes_settings: bool = False
-    after: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedReward:
-    """A reward that a model gives, chosen by --rm-type.
-
-    ``make`` is ``(Config, EngineClients) -> ModelReward | None``, None where the settings name no
-    model; ``needs`` then says what is missing. ``check`` is ``(RolloutConfig) -> None`` and raises
-    ConfigError.
-    """
-
-    make: str
-    check: str
-    needs: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extension:
-    """A row of the registry. All fields but ``name`` are optional.
-
-    Attributes:
-        tables: tables of a recipe, subclasses of ``Group``, by name.
-        checks: ``(Config) -> list[str]``, a line for each problem; on the login node, without
-            torch.
-        on_node: ``(Config) -> None`` in the driver before large imports; raises ConfigError.
-        verbs: verbs of the command line by name.
-        adapters: ``() -> None``; registers functions with a foreign interface
-            (``rlpost.algorithm.plugin.register``).
-        foreign_names: foreign top-level package -> ``(module, name) -> str | None``, why a plug-in
-            cannot import the name, on the login node.
-        foreign_words: ``(str) -> str | None``: an error for a word that another program's command line
-            has, with the flag here; None for a word that it does not know.
-        answers: ``(Config, AnswerParts) -> AnswerSource | None`` (``rlpost.rollout.answer_source``).
-        rewards: rewards by a model, by --rm-type.
-        job: a ``JobPart``.
-        rehearsal: ``(Config, str) -> None``, the size of a GPU's memory; raises ConfigError with
-            the first fault.
-    """
-
-    name: str
-    tables: Mapping[str, str] = field(default_factory=dict)
-    checks: tuple[str, ...] = ()
-    on_node: tuple[str, ...] = ()
-    verbs: Mapping[str, Verb] = field(default_factory=dict)
-    adapters: str | None = None
-    foreign_names: Mapping[str, str] = field(default_factory=dict)
-    foreign_words: str | None = None
-    answers: str | None = None
-    rewards: Mapping[str, NamedReward] = field(default_factory=dict)
-    job: str | None = None
-    rehearsal: str | None = None
-
-
-class JobPart(Protocol):
-    """What an extension adds to the job of a run."""
-
-    def agent_args(self, config: Config) -> list[str]:
-        """Return further arguments of the agents."""
-
-    def problems(self, config: Config, why: str) -> list[str]:
-        """Return what a run on this machine cannot have; ``why`` says why it is on this one."""
-
-    def check(self, config: Config, run: RunFolder) -> None:
-        """Raise SpecError for a value that Slurm cannot take."""
-
-    def submit(self, config: Config, run: RunFolder, job_id: str) -> str | None:
-        """Submit jobs that belong to a submitted run; return a line about them."""
+NO_JOINING = "this installation has no extension for engines in other jobs; leave it out"
+_NO_CPU = "this installation has no extension for machines without GPUs; install it, or use nodes with GPUs"
 
 
 @cache
@@ -171,6 +92,14 @@ def tables(core: Mapping[str, type[Group]] | None = None) -> dict[str, type[Grou
     return added
 
 
+def public_names(core: Mapping[str, str]) -> dict[str, str]:
+    """Return what extensions add to the package's names; ``core``: those that there are.
+
+    Raises ConfigError for a name that is taken.
+    """
+    return _new("public name", core, lambda one: one.public_names)
+
+
 def verbs(core: Mapping[str, Verb]) -> dict[str, Verb]:
     """Return the verbs that extensions add; ``core``: those that there are.
 
@@ -180,7 +109,7 @@ def verbs(core: Mapping[str, Verb]) -> dict[str, Verb]:
 
 
 def _new(
-    what: str, core: Mapping[str, Any], rows_of: Callable[[Extension], Mapping[str, _Row]]
+    what: str, core: Mapping[str, object], rows_of: Callable[[Extension], Mapping[str, _Row]]
 ) -> dict[str, _Row]:
     added: dict[str, _Row] = {}
     for each in extensions():
@@ -193,9 +122,56 @@ def _new(
     return added
 
 
+def _only(hook: str) -> str | None:
+    """Return what the one extension with a hook names; None without one.
+
+    Raises ConfigError for two: which of them a run would use is unknown.
+    """
+    rows = [each for each in extensions() if getattr(each, hook) is not None]
+    if len(rows) > 1:
+        names = " and ".join(each.name for each in rows)
+        raise ConfigError(f"extensions {names}: both have {hook}; install one of them")
+    return getattr(rows[0], hook) if rows else None
+
+
 def problems(config: Config) -> list[str]:
     """Return the problems that extensions see in the settings."""
     return [line for each in extensions() for path in each.checks for line in load(path)(config)]
+
+
+def model_problems(config: Config, hf: HfConfig) -> list[str]:
+    """Return the problems that extensions see in the settings with the model of --hf-checkpoint."""
+    paths = [path for each in extensions() for path in each.model_checks]
+    return [line for path in paths for line in load(path)(config, hf)]
+
+
+def notes(config: Config, hf: HfConfig) -> list[str]:
+    """Return the notes of extensions on valid settings."""
+    paths = [each.notes for each in extensions() if each.notes is not None]
+    return [line for path in paths for line in load(path)(config, hf)]
+
+
+def has_arithmetic() -> bool:
+    """Whether an extension has lines of ``rlpost check`` about the model."""
+    return any(each.arithmetic is not None for each in extensions())
+
+
+def arithmetic(config: Config, hf: HfConfig) -> list[tuple[str, str]]:
+    """Return the lines of extensions about the model of a run, whose shape is known."""
+    paths = [each.arithmetic for each in extensions() if each.arithmetic is not None]
+    return [line for path in paths for line in load(path)(config, hf)]
+
+
+def rank_memory() -> RankMemory:
+    """Return the estimate of ranks. Raises ConfigError without the extension that has it."""
+    path = _only("rank_memory")
+    if path is None:
+        raise ConfigError(
+            "a rehearsal compares its memory with an estimate, and this installation has no extension "
+            "for that; install one"
+        )
+    estimate: RankMemory = load(path)
+    return estimate
 
 
 def check_node(config: Config) -> None:
@@ -230,9 +206,27 @@ def answer_to(word: str) -> str | None:
     return None
 
 
+def examples() -> Any:
+    """Return the class that makes examples of rows. Raises ConfigError without the extension."""
+    path = _only("examples")
+    if path is None:
+        raise ConfigError(
+            "--loss-type sft_loss: this installation has no extension for it; use another --loss-type"
+        )
+    return load(path)
+
+
 def rewards() -> dict[str, NamedReward]:
-    """Return the rewards that models give, by --rm-type."""
-    return {name: row for each in extensions() for name, row in each.rewards.items()}
+    """Return the rewards that models give, by --rm-type. Raises ConfigError for a name that is taken."""
+    return _new("reward", {}, lambda one: one.rewards)
+
+
+def text_rewards(taken: Iterable[str]) -> dict[str, TextReward]:
+    """Return the rewards that are functions of a text, by --rm-type; ``taken``: names of others.
+
+    Raises ConfigError for a name that is taken.
+    """
+    return _new("reward", dict.fromkeys(taken), lambda one: one.text_rewards)
 
 
 def check_rewards(settings: RolloutConfig) -> None:
@@ -246,10 +240,76 @@ def job_parts() -> list[JobPart]:
     return [load(each.job) for each in extensions() if each.job is not None]
 
 
+def joining_engines() -> str | None:
+    """Return what makes the engines of a group that are in other jobs; None without one."""
+    return _only("joining_engines")
+
+
+def engine_agent() -> Callable[[Sequence[str]], int]:
+    """Return what serves an engine in its own job. Raises ConfigError without an extension for it."""
+    path = _only("engine_agent")
+    if path is None:
+        raise ConfigError(f"engines in other jobs: {NO_JOINING}")
+    serve: Callable[[Sequence[str]], int] = load(path)
+    return serve
+
+
+def prepare_trainer() -> None:
+    """Prepare this process for the import of Megatron-core without a GPU, if an extension can."""
+    if (path := _only("trainer_without_gpus")) is not None:
+        load(path)()
+
+
+def check_trainer_without_gpus() -> None:
+    """Raise ConfigError without an extension for training without a GPU."""
+    if _only("trainer_without_gpus") is None:
+        raise ConfigError(f"a trainer rank without a GPU: {_NO_CPU}")
+
+
+def engine_without_gpus() -> Callable[[Mapping[str, Any], int | None], dict[str, object]]:
+    """Return what prepares an engine without a GPU. Raises ConfigError without an extension for it."""
+    path = _only("engine_without_gpus")
+    if path is None:
+        raise ConfigError(f"an engine without a GPU: {_NO_CPU}")
+    prepare: Callable[[Mapping[str, Any], int | None], dict[str, object]] = load(path)
+    return prepare
+
+
 def rehearsal() -> Callable[[Config, str], None]:
     """Return the rehearsal of a run. Raises ConfigError without the extension that has it."""
-    for each in extensions():
-        if each.rehearsal is not None:
-            rehearse: Callable[[Config, str], None] = load(each.rehearsal)
-            return rehearse
-    raise ConfigError("--rehearse: this installation has no extension for it; leave it out")
+    path = _only("rehearsal")
+    if path is None:
+        raise ConfigError("--rehearse: this installation has no extension for it; leave it out")
+    rehearse: Callable[[Config, str], None] = load(path)
+    return rehearse
+
+
+def follow() -> Follow | None:
+    """Return what follows a submitted run; None without an extension for it."""
+    path = _only("follow")
+    return None if path is None else load(path)
+
+
+def mirrors() -> dict[str, Mirror]:
+    """Return the mirrors of metrics, by the setting that switches each on.
+
+    Raises ConfigError for a setting of two.
+    """
+    return _new("mirror", {}, lambda one: one.mirrors)
+
+
+def check_mirrors(config: Config, run: RunFolder) -> None:
+    """Raise ConfigError if a mirror lacks what it needs for the run."""
+    for row in mirrors().values():
+        if row.check is not None:
+            load(row.check)(config, run)
+
+
+def engine_followers() -> list[FollowEngines]:
+    """Return what follows the engines of a run."""
+    return [load(each.follow_engines) for each in extensions() if each.follow_engines is not None]
+
+
+def reports() -> dict[str, str]:
+    """Return what writes the report of each extension that has one, by its name."""
+    return {each.name: each.report for each in extensions() if each.report is not None}

@@ -30,6 +30,7 @@ from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
 from rlpost.config.model_arguments import ONLY_ZERO, WITHOUT_EFFECT
 from rlpost.config.model_file import model_word
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
+from rlpost.config.published_flags import ACCEPTED
 from rlpost.config.slime_flags import ABBREVIATIONS, meant
 from rlpost.config.toml_faults import toml_fault
 from rlpost.config.tree import Config
@@ -343,8 +344,16 @@ def _hint(key: str, there: Iterable[str]) -> str:
     words = ABBREVIATIONS.get(key.replace("_", "-"))
     if words is not None:
         return f"; use {listed(word.removeprefix('--').replace('-', '_') for word in words)}"
+    reason = _reason_of(key)
+    return suggestion(key, there) if reason is None else f"; {reason}"
+
+
+def _reason_of(key: str) -> str | None:
+    """Return why there is no setting of a name that another program or an earlier version has."""
     line = meant(key)
-    return suggestion(key, there) if line is None else "; " + line.partition("; ")[2]
+    if line is not None:
+        return line.partition("; ")[2]
+    return ACCEPTED.get(key.replace("_", "-"))
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
@@ -479,6 +488,5 @@ def _describe_gone(fault: ErrorDetails) -> str:
     if fault["type"] != "extra_forbidden":
         return f"run.json of an earlier version: {describe_fault(fault, {})}"
     key = str(fault["loc"][1])
-    line = meant(key)
-    reason = "this version has no such setting" if line is None else line.partition("; ")[2]
+    reason = _reason_of(key) or "this version has no such setting"
     return f"run.json of an earlier version: {flag(key)} {value_text(fault['input'])}: {reason}"

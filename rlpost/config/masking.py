@@ -57,7 +57,7 @@ def _mask_assigned(assigned: re.Match[str]) -> str:
     return f"{name}={MASK}" if is_secret else assigned[0]
 
 
-def masked(settings: Mapping[str, Any]) -> dict[str, Any]:
+def masked(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return the tables of a run.json without secrets."""
     return {
         table: {key: mask(key, value) for key, value in values.items()}
@@ -67,7 +67,7 @@ def masked(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mask(key: str, value: Any, *, hides_texts: bool = False) -> Any:
+def mask(key: str, value: object, *, hides_texts: bool = False) -> object:
     """Return the value of a setting without secrets.
 
     ``hides_texts``: the value is in a table whose texts are all masked.
@@ -116,17 +116,17 @@ def _masked_word(key: str, word: str) -> str:
     return str(mask(key, word))
 
 
-def restored(config: Config, earlier: Mapping[str, Any]) -> Config:
+def restored(config: Config, earlier: Mapping[str, object]) -> Config:
     """Return settings with the values of a run's ``earlier`` settings where they are masked."""
     values = config.model_dump(mode="json")
     whole = _restored(values, earlier, masked(earlier))
     return config if whole == values else Config.model_validate(whole)
 
 
-def _restored(value: Any, original: Any, hidden: Any) -> Any:
+def _restored(value: object, original: object, hidden: object) -> object:
     if value == hidden:
         return original
-    if isinstance(value, Mapping) and isinstance(original, Mapping):
+    if isinstance(value, Mapping) and isinstance(original, Mapping) and isinstance(hidden, Mapping):
         return {
             name: _restored(one, original[name], hidden[name]) if name in original else one
             for name, one in value.items()

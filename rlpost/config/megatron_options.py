@@ -46,6 +46,7 @@ OURS = {
     "num_moe_experts": "the model's config.json (--num-experts)",
     "overlap_p2p_comm": "--num-layers-per-virtual-pipeline-stage",
     "perform_initialization": "--hf-checkpoint",
+    "transformer_impl": "whether TransformerEngine is installed, and from --lora-rank",
     "use_custom_fsdp": "--use-distributed-optimizer",
     "use_megatron_fsdp": "--use-distributed-optimizer",
     "variable_seq_lengths": "--pipeline-model-parallel-size",

@@ -69,7 +69,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True} | {
 }  # fmt: skip
 
 
-def known_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def known_arguments(given: Mapping[str, object]) -> dict[str, Any]:
     """Return the arguments that are set. Raises ValueError for one that is unknown."""
     for name in given:
         if name not in NAMES:
@@ -93,7 +93,7 @@ def known_overrides(given: Mapping[str, float]) -> dict[str, float]:
     return {name: int(one) if name == "moe_router_topk" else one for name, one in given.items()}
 
 
-def problems(arguments: Mapping[str, Any], expected: Mapping[str, object]) -> list[str]:
+def problems(arguments: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
     """Return one line per given value that contradicts config.json.
 
     Args:

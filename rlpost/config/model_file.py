@@ -49,8 +49,8 @@ def model_word(word: str, base: Path) -> str:
     names = {path.stem.replace("_", "-"): path.stem for path in sorted(MODELS.glob("*.json"))}
     if word not in names.values():
         near = suggestion(word.replace("_", "-").replace(".", "").lower(), names)
-        for plain, own in names.items():
-            near = near.replace(f"'{plain}'", own)
+        for plain, published in names.items():
+            near = near.replace(f"'{plain}'", published)
         raise ConfigError(
             f"{word}: no such model{near or ';'} jobs/models has {listed(names.values(), 'and')}; or "
             "give the path of a config.json"

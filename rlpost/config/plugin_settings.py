@@ -13,7 +13,7 @@ def settings_of(config: Config) -> dict[str, object]:
         settings |= table
     rollout = config.rollout
     sources = list(rollout.prompt_data)
-    own = {
+    derived = {
         "prompt_data": sources[0] if len(sources) == 1 else sources,
         "rollout_stop": list(rollout.rollout_stop) or None,
         "rollout_stop_token_ids": list(rollout.rollout_stop_token_ids) or None,
@@ -21,7 +21,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "num_steps_per_rollout": config.num_steps_per_rollout,
         "global_batch_size": config.samples_per_rollout // config.num_steps_per_rollout,
         "rollout_num_gpus": config.rollout_num_gpus,
-        "rollout_num_engines": config.num_engines + config.fleet.engines,
+        "rollout_num_engines": config.num_engines + config.num_joining_engines,
         "actor_num_nodes": config.actor_num_nodes,
         "eval_max_context_len": config.eval.eval_max_context_len or rollout.rollout_max_context_len,
         "eval_reward_key": config.eval.eval_reward_key or rollout.reward_key,
@@ -36,4 +36,4 @@ def settings_of(config: Config) -> dict[str, object]:
         "sglang_enable_deterministic_inference": False,
         "sglang_speculative_algorithm": None,
     }
-    return {**sglang, **settings, **own}
+    return {**sglang, **settings, **derived}

@@ -68,6 +68,8 @@ _ACCEPTED = {
     "the vocabulary is padded for --tensor-model-parallel-size": "make-vocab-size-divisible-by",
     "the layers are those of the family of config.json in --hf-checkpoint": "spec",
     "layers are always those of Megatron-core": "use-mcore-models use-flash-attn",
+    "layers are TransformerEngine's on GPUs where it is installed, else Megatron's own, as with "
+    "--lora-rank": "transformer-impl",
     "the tokenizer is the one of --hf-checkpoint": (
         "tokenizer-type tokenizer-model tokenizer-hf-use-fast vocab-extra-ids"
     ),

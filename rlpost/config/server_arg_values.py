@@ -22,6 +22,8 @@ from typing import Any
 from rlpost.errors import suggestion
 
 NONE = "none"
+POOL_WITHOUT_GPUS = 16_384
+"""Tokens of the KV cache of an engine on a CPU, where ``max_total_tokens`` is not given."""
 
 _MANY_CHOICES = 12
 _SUFFIXED = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T)")
@@ -55,7 +57,6 @@ class Limit:
     example: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether a value is in the range."""
         return self.low < value < self.high if self.is_open else self.low <= value <= self.high
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlpost.models.model_types import MegatronFields
 
 PAGE = "docs/actor.md"
-RULED_OUT = "which --transformer-impl local rules out"
+RULED_OUT = "whose layers have no adapters (--lora-rank)"
 OPTIMIZER_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -45,7 +45,8 @@ class Need:
     def problem(self, lack: str) -> str:
         """Return an error for the setting; ``lack`` says why TransformerEngine is not available."""
         need = f"{self.setting} needs TransformerEngine ({self.reason}), {lack}"
-        return f"{need}; install it ({PAGE}) or {self.otherwise}"
+        install = "" if lack == RULED_OUT else f"install it ({PAGE}) or "
+        return f"{need}; {install}{self.otherwise}"
 
     def warning(self, lack: str) -> str:
         """Return a warning; ``lack`` says why TransformerEngine is not available."""
@@ -83,22 +84,11 @@ def needs_transformer_engine(config: Config) -> tuple[Need, ...]:
 def needs(config: Config, fields: MegatronFields | None) -> tuple[Need, ...]:
     """Like ``needs_transformer_engine``, for the model with these fields of TransformerConfig."""
     found = [
-        *_of_implementation(config.perf.transformer_impl),
         *_of_optimizer(config.optimizer),
         *_of_model(config.perf, fields),
         *_of(config.megatron.options),
     ]
     return tuple(sorted(found, key=lambda need: not need.is_required))
-
-
-def _of_implementation(transformer_impl: str | None) -> Iterable[Need]:
-    if transformer_impl == "transformer_engine":
-        yield Need(
-            "--transformer-impl transformer_engine",
-            "its modules make the layers",
-            "leave the setting out",
-            is_required=True,
-        )
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> Iterable[Need]:

@@ -28,7 +28,6 @@ from rlpost.config.groups.debug import DebugConfig
 from rlpost.config.groups.distillation import DistillationConfig
 from rlpost.config.groups.engines import EnginesConfig
 from rlpost.config.groups.eval import EvalConfig
-from rlpost.config.groups.fleet import FleetConfig
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.config.groups.lora import LoraConfig
 from rlpost.config.groups.megatron import MegatronConfig
@@ -60,7 +59,6 @@ class Tree(Group):
     sglang: SglangConfig = SglangConfig()
     engines: EnginesConfig = EnginesConfig()
     sync: SyncConfig = SyncConfig()
-    fleet: FleetConfig = FleetConfig()
     megatron: MegatronConfig = MegatronConfig()
     wandb: WandbConfig = WandbConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -81,8 +79,12 @@ class Tree(Group):
         return any(table.writes_answers for table in self.tables)
 
     @property
+    def num_joining_engines(self) -> int:
+        """Engines of the policy in other jobs that are submitted with the run."""
+        return sum(table.joining_engines for table in self.tables)
+
+    @property
     def actor_num_nodes(self) -> int:
-        """Nodes that train."""
         return self.cluster.actor_num_nodes or self.cluster.nodes or 1
 
     @property
@@ -140,6 +142,19 @@ class Tree(Group):
     def takes_images(self) -> bool:
         """Whether prompts have images, so that the trainer runs the model's encoder of images."""
         return bool(self.rollout.multimodal_keys)
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Whether weights of the encoder of images are trained."""
+        return self.takes_images and self.optimizer.vision_tower != "frozen"
+
+    @property
+    def num_logprob_passes(self) -> int:
+        """Passes for log-probs besides training: of the policy and of a reference."""
+        grpo = self.grpo
+        is_compared = self.num_steps_per_rollout > 1 or grpo.keep_old_actor
+        policy = (is_compared and not grpo.use_rollout_logprobs) or bool(grpo.kl_coef)
+        return policy + bool(grpo.use_kl_loss or grpo.kl_coef)
 
     @property
     def fuses_logprobs(self) -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rlpost.driver.engines.engine_health import Hook
-from rlpost.driver.fleet.fleet_sync import FleetSync
+from rlpost.driver.engines.joining import JoiningEngines
 from rlpost.driver.placement import Placement
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import AdapterMover, DiskMover, PauseMode, WeightUpdate
@@ -78,7 +78,7 @@ class SnapshotWeights:
     def __init__(
         self,
         engines: Receivers,
-        jobs: FleetSync | None = None,
+        jobs: JoiningEngines | None = None,
         *,
         load_adapters: bool,
         timeout_s: float,

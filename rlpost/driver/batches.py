@@ -79,9 +79,9 @@ def by_position(step: DealtStep, of_ranks: Sequence[Sequence[T]]) -> dict[int, T
     return found
 
 
-def in_order(of_position: Mapping[int, T]) -> list[T]:
-    """Return the values of a rollout's samples in the order of their positions."""
-    return [of_position[position] for position in range(len(of_position))]
+def in_order(values: Mapping[int, T]) -> list[T]:
+    """Return the values of a rollout's samples, by position, in the order of their positions."""
+    return [values[position] for position in range(len(values))]
 
 
 def train_samples(
@@ -180,8 +180,10 @@ def samples_with(
             "made with the same setting"
         )
     all_samples: list[TrainSample] = []
-    for group, of_group in zip(groups, advantages, strict=True):
-        all_samples += train_samples(group, of_group, with_masks=grpo.use_rollout_sampling_mask)
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        all_samples += train_samples(
+            group, group_advantages, with_masks=grpo.use_rollout_sampling_mask
+        )
     return all_samples
 
 
@@ -290,18 +292,18 @@ def _log_prob_groups(
     ranks = [list(itertools.chain.from_iterable(rank)) for rank in dealt]
     # What is packed as one: samples that share a beginning, by their numbers on the rank.
     bundles, sizes = [], []
-    for own in ranks:
-        of_rank = _chosen(samples, own)
-        shared = shared_lengths(of_rank, shares=bool(config.perf.share_prefix))
-        prefixes = Prefixes(_chosen(lengths, own), shared, math.inf)
-        bundles.append(prefixes.bundles(limit=limit, most=len(own)))
+    for indices in ranks:
+        rank_samples = _chosen(samples, indices)
+        shared = shared_lengths(rank_samples, shares=bool(config.perf.share_prefix))
+        prefixes = Prefixes(_chosen(lengths, indices), shared, math.inf)
+        bundles.append(prefixes.bundles(limit=limit, most=len(indices)))
         sizes.append([math.ceil(prefixes.size(one)) for one in bundles[-1]])
     packed = regroup(sizes, max_tokens=limit, multiple_of=config.micro_batch_multiple)
     if packed is None:
         return [[] for _ in dealt]
     return [
-        [samples_of(of_rank, bin_) for bin_ in bins]
-        for of_rank, bins in zip(bundles, packed, strict=True)
+        [samples_of(rank_samples, bin_) for bin_ in bins]
+        for rank_samples, bins in zip(bundles, packed, strict=True)
     ]
 
 
@@ -331,7 +333,7 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     summary = summarise(groups)
     by_group = [answers_of(group) for group in groups]
     answers = list(itertools.chain.from_iterable(by_group))
-    compared = [set(compared_rewards(own)) for own in by_group]
+    compared = [set(compared_rewards(group_answers)) for group_answers in by_group]
     return {
         "reward/mean": summary["reward_mean"],
         "reward/std": statistics.pstdev(answer.reward for answer in answers),
@@ -340,7 +342,11 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         "rollout/response_length_max": max(answer.length for answer in answers),
         "rollout/truncated_frac": summary["truncated_frac"],
         "rollout/repetitive_frac": mean(
-            [mean([answer.is_repetitive for answer in own]) for own in by_group if own]
+            [
+                mean([answer.is_repetitive for answer in group_answers])
+                for group_answers in by_group
+                if group_answers
+            ]
         ),
         "rollout/num_tokens": sum(answer.length for answer in answers),
         **route_metrics(groups),

@@ -80,19 +80,19 @@ class CriticTraining:
         penalties: Penalties | None,
     ) -> Estimates:
         """Return advantages and returns by group and sample."""
-        of_position: dict[int, FloatColumn] = {}
+        values_by_position: dict[int, FloatColumn] = {}
         for step, stored in zip(batches.steps, values, strict=True):
-            of_ranks = []
+            values_by_rank = []
             for data_rank in range(len(step.batches)):
-                own = await self._actors.fetch_columns(stored, self._data_ranks, data_rank)
-                assert own is not None, "the last pipeline stage has computed values"
-                of_ranks.append(own)
-            of_position |= by_position(step, of_ranks)
+                rank_values = await self._actors.fetch_columns(stored, self._data_ranks, data_rank)
+                assert rank_values is not None, "the last pipeline stage has computed values"
+                values_by_rank.append(rank_values)
+            values_by_position |= by_position(step, values_by_rank)
         grpo = self._grpo
         return await asyncio.to_thread(
             estimate_with_values,
             groups,
-            by_group(groups, in_order(of_position)),
+            by_group(groups, in_order(values_by_position)),
             penalties,
             Discounts(grpo.gamma, grpo.lambd),
             normalize_advantages=grpo.normalize_advantages,
@@ -105,14 +105,14 @@ class CriticTraining:
         estimates: Estimates,
     ) -> Mapping[str, float]:
         """Run the critic's optimizer steps; return the metrics of the last one."""
-        of_samples = [column for group in estimates.returns for column in group]
+        sample_returns = [column for group in estimates.returns for column in group]
         metrics: Mapping[str, float] = {}
         each = zip(batches.steps, batches.stored, values, strict=True)
-        for number, (step, own, old) in enumerate(each):
-            returns = await self._actors.send(step_returns(step, of_samples), self._data_ranks)
+        for number, (step, rank_values, old) in enumerate(each):
+            returns = await self._actors.send(step_returns(step, sample_returns), self._data_ranks)
             calls = [
                 remote(Actor.train_critic, received(batch), received(before), received(targets))
-                for batch, before, targets in zip(own, old, returns, strict=True)
+                for batch, before, targets in zip(rank_values, old, returns, strict=True)
             ]
             send = partial(self._actors.each, calls)
             # After the first step the critic matches no checkpoint, so a stop must not interrupt.

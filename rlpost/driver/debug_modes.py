@@ -69,7 +69,7 @@ class RolloutOnly(RunStages):
         """Do nothing: the weights are those of --hf-checkpoint."""
 
     async def weights_hash(self) -> str:
-        """Return an empty hash: there is no trainer. The engines of fleets may leave."""
+        """Return an empty hash: there is no trainer. Engines in other jobs may leave."""
         self.groups.end()
         return ""
 

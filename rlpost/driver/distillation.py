@@ -76,24 +76,24 @@ def with_teacher(
     groups: Sequence[SampleGroup],
     grpo: GrpoConfig,
     settings: DistillationConfig,
-    of_position: Mapping[int, DoubleColumn],
+    penalties_by_position: Mapping[int, DoubleColumn],
 ) -> list[tuple[Advantage, ...]]:
     """Subtract the divergence from the advantages of all tokens, by group and sample.
 
     This follows the estimator, its own whitening included; --normalize-advantages whitens the
-    result, as in slime. ``of_position`` has the divergences by the position of the sample in the
-    rollout.
+    result, as in slime. ``penalties_by_position`` has the divergences by the position of the sample
+    in the rollout.
     """
-    divergences = by_group(groups, in_order(of_position))
+    divergences = by_group(groups, in_order(penalties_by_position))
     combined = distilled(advantages, divergences, settings.opd_kl_coef)
     if not grpo.normalize_advantages:
         return combined
     return whitened(combined, [group.masks for group in groups])
 
 
-def reverse_kl(of_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict[str, float]:
+def reverse_kl(by_position: Mapping[int, DoubleColumn], num_tokens: int) -> dict[str, float]:
     """Return the metric: the mean divergence over the trained tokens of the rollout, in nats."""
-    return {REVERSE_KL: sum(map(sum, of_position.values())) / max(num_tokens, 1)}
+    return {REVERSE_KL: sum(map(sum, by_position.values())) / max(num_tokens, 1)}
 
 
 def _teacher_logprobs(sample: TrainSample) -> FloatColumn:

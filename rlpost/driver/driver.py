@@ -48,12 +48,12 @@ from rlpost.errors import (
     RlpostError,
 )
 from rlpost.models.config_file import read_config
-from rlpost.observe.mirrors import mirrors
-from rlpost.observe.report.write import Reporter, try_to_write_report
+from rlpost.observe.mirrors import Write, mirrors
+from rlpost.observe.reporter import Reporter, try_to_write_report
 from rlpost.observe.samples import SampleWriter
-from rlpost.observe.wandb import Write
 from rlpost.observe.writer import MetricsWriter, read_metrics
-from rlpost.tasks.prompt_settings import data_fingerprint
+from rlpost.tasks.fingerprint import data_fingerprint
+from rlpost.tasks.prompt_settings import prompt_fields
 
 logger = logging.getLogger(__name__)
 
@@ -369,13 +369,15 @@ async def _journal(
     folder = checkpoints.save_folder / "journal"
     if checkpoints.origin is not None:
         contents = {**contents, "--load": checkpoints.origin.content}
+    rollout = config.rollout
+    fields = prompt_fields(rollout, has_environment=config.answers_are_episodes)
     resume = partial(
         Journal.resume,
         folder,
         checkpoints.journal_segment(checkpoint, state),
         step=state.step,
         settings=result_settings(config, contents).to_json(),
-        data=await in_daemon(lambda: data_fingerprint(config.rollout.prompt_data)),
+        data=await in_daemon(lambda: data_fingerprint(rollout.prompt_data, fields)),
         check=checkpoints.check_owner,
     )
     return await Journal.open(folder, resume)

@@ -49,12 +49,12 @@ from rlpost.rollout.response_builder import GenerateFunction, write_answer
 from rlpost.rollout.sampling import eval_sampling, rollout_sampling
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.tasks.cursor import PromptCursor
-from rlpost.tasks.prompt_images import digest_of
+from rlpost.tasks.examples import ExampleTokenizer, tokenizer_class
+from rlpost.tasks.prompt_images import digest_of, image_frame
 from rlpost.tasks.prompt_settings import image_processor, prompt_set
 from rlpost.tasks.prompts import PromptSet
 from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
-from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.tasks.vocabulary import vocabulary_size
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
@@ -132,15 +132,15 @@ class Generation:
         self._config, self._stop, self._check = config, stop, check
         self._closing = AsyncExitStack()
         folder, rollout = config.checkpoint.hf_checkpoint, config.rollout
-        kind = SupervisedTokenizer if config.grpo.is_supervised else PromptTokenizer
+        kind = tokenizer_class(config)
         self.tokenizer = kind(
             folder,
             apply_chat_template=config.applies_chat_template,
             template_kwargs=rollout.apply_chat_template_kwargs,
         )
         self._images = image_requests(config, run_folder, self.tokenizer)
-        of_images = () if self._images is None else self._images.tokens.all
-        self._eos = (*eos_token_ids(folder), *of_images)
+        image_tokens = () if self._images is None else self._images.tokens.all
+        self._eos = (*eos_token_ids(folder), *image_tokens)
         self.engines = EngineClients.of(config)
         """The clients of the groups of engines; rewards and environments use them by name."""
         self._closing.push_async_callback(self.engines.close)
@@ -185,7 +185,7 @@ class Generation:
         run, applies = self._config.rollout, rollout.apply_chat_template
         kwargs = rollout.apply_chat_template_kwargs
         is_same = (applies, kwargs) == (run.apply_chat_template, run.apply_chat_template_kwargs)
-        if is_same and not isinstance(self.tokenizer, SupervisedTokenizer):
+        if is_same and not isinstance(self.tokenizer, ExampleTokenizer):
             return self.tokenizer
         folder = self._config.checkpoint.hf_checkpoint
         return PromptTokenizer(folder, apply_chat_template=applies, template_kwargs=kwargs)
@@ -229,20 +229,27 @@ class Generation:
         if self._images is not None:
             load = config.checkpoint.load
             others = [] if load is None else [Path(load), Path(load).parent]
+            self._images.store.remove_unfinished()
             self._images.store.complete(state.backlog.images, others)
         cursor = self._cursor(prompts, state)
 
         def counters() -> dict[str, float]:
             # A replay has no writer; its metrics have the same names.
-            of_writer = dict.fromkeys(COUNTED, 0.0) if writer is None else writer.counters()
-            of_episodes = {} if self._answers is None else self._answers.counters()
-            of_engines = self.engines.counters()
-            of_grader = self._grader.counters()
-            return {**of_grader, **of_engines, **prompts.counters(), **of_writer, **of_episodes}
+            writer_counters = dict.fromkeys(COUNTED, 0.0) if writer is None else writer.counters()
+            episode_counters = {} if self._answers is None else self._answers.counters()
+            engine_counters = self.engines.counters()
+            grader_counters = self._grader.counters()
+            return {
+                **grader_counters,
+                **engine_counters,
+                **prompts.counters(),
+                **writer_counters,
+                **episode_counters,
+            }
 
         writer: GroupWriter | None = None
         stop, recording = self._stop.requested, config.debug.load_debug_rollout_data
-        if isinstance(self.tokenizer, SupervisedTokenizer):
+        if isinstance(self.tokenizer, ExampleTokenizer):
             return Supervised(buffer, cursor, self.tokenizer.group, stop_requested=stop)
         if recording is not None:
             return Replay(buffer, cursor, recording, counters=counters, stop_requested=stop)
@@ -312,10 +319,10 @@ class Generation:
         self._evaluating = step
         making = self._make_connection(engines or self._engines, images=self._images)
         async with making as connection:
-            of_sets = await together(
+            by_set = await together(
                 [one.run(connection, self._stop.requested) for one in self._evaluations]
             )
-        return {key: value for metrics in of_sets for key, value in metrics.items()}
+        return {key: value for metrics in by_set for key, value in metrics.items()}
 
     @property
     def answered(self) -> Mapping[str, list[SampleGroup]]:
@@ -335,14 +342,14 @@ class Generation:
 
     def _evaluation(self, one: EvalSet) -> Evaluation:
         config = self._config
-        own = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
+        sampling = {key: value for key in ROLLOUT_KEYS if (value := getattr(one, key)) is not None}
         rollout = set_settings(one, config.eval, config.rollout)
         rollout = evaluation_rollout(config, rollout)
-        same_reward = not own.keys() & {"rm_type", "custom_rm_path"}
+        same_reward = not sampling.keys() & {"rm_type", "custom_rm_path"}
         same_reward = same_reward and config.eval.eval_reward_key is None
         own_config = config.model_copy(update={"rollout": rollout})
         function: GenerateFunction | None = None
-        if self._answers is not None and not own.keys() & OWN_ANSWERS:
+        if self._answers is not None and not sampling.keys() & OWN_ANSWERS:
             function = self._answers.function(one.name)
         function = function or generate_function(
             rollout.custom_generate_function_path, self._args, evaluation=True
@@ -408,6 +415,7 @@ def image_requests(
         tokens,
         ImageMarks.of(tokens, tokenizer.decode_with_special),
         is_inline=bool(config.sglang.rollout_external_engine_addrs),
+        frame=image_frame(tokenizer, tokenizer.encode, tokens),
     )
 
 
@@ -452,15 +460,12 @@ class StoppableGrader:
         return await _unless_stopped(self._stop, self._grader.grade(prompt, samples))
 
     def grades_singly(self, prompt: Prompt) -> bool:
-        """See ``Grader``."""
         return self._grader.grades_singly(prompt)
 
     def counters(self) -> Mapping[str, float]:
-        """See ``Grader``."""
         return self._grader.counters()
 
     async def close(self) -> None:
-        """See ``Grader``."""
         await self._grader.close()
 
 

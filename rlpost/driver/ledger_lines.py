@@ -22,7 +22,7 @@ from common.ledger import Ledger
 from rlpost.config.tree import Config
 from rlpost.durable.open_parts import Kept
 from rlpost.durable.run_files import RunFile
-from rlpost.observe.report.timeline import kept_words
+from rlpost.observe.driver_lines import kept_words
 
 NOTHING_KEPT = Kept(0, 0, 0, 0)
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import Fenced, Preempted, RlpostError
-from rlpost.observe.pace import nothing_to_learn, progress_line
+from rlpost.observe.driver_lines import nothing_to_learn, progress_line
 from rlpost.observe.spans import span
 from rlpost.observe.writer import MetricsWriter
 from rlpost.rollout.policy_versions import PolicyVersions

@@ -357,15 +357,12 @@ class GroupNodes:
         return self._nodes.num_lost_with(self._part)
 
     async def wait(self, timeout_s: float, *, may_repair: bool) -> None:
-        """See ``LostNodes.wait``."""
         await self._nodes.wait(timeout_s, may_repair=may_repair, part=self._part)
 
     async def another(self, than: int) -> bool:
-        """See ``LostNodes.another``."""
         return await self._nodes.another(than, self._part)
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
-        """See ``LostNodes.unless_lost``."""
         return await self._nodes.unless_lost(work, self._part)
 
     def check_ranks(self) -> None:

@@ -94,6 +94,7 @@ class Offload:
         """
         if self._trainer_leaves:
             await self._actors.all(remote(Actor.sharing.release))
+            await self._actors.all(remote(Actor.shards.release))
             await self._actors.all(remote(Actor.memory.offload, *ALL))
 
     async def generate(self) -> None:

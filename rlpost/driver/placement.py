@@ -35,7 +35,6 @@ class Offer:
     num_gpus: int
 
     def slot(self, num_gpus: int) -> Slot:
-        """Return a slot on this node."""
         return Slot(self.node_id, self.ip, num_gpus)
 
 
@@ -128,8 +127,8 @@ def place(offers: Sequence[Offer], config: Config) -> Placement:
     engines = tuple(groups.pop(POLICY, ()))
     if config.cluster.colocate:
         engines = tuple(_beside(actors, config.cluster.rollout_num_gpus_per_engine))
-    of_groups = {name: tuple(groups.get(name, ())) for name in config.engines.started}
-    return Placement(actors, engines, of_groups)
+    group_engines = {name: tuple(groups.get(name, ())) for name in config.engines.started}
+    return Placement(actors, engines, group_engines)
 
 
 def _engines(
@@ -143,8 +142,8 @@ def _engines(
         chosen = take_nodes(free, parts)
         if chosen is None:
             count = counted(sum(other == name for other, _ in engines), "engine")
-            of_group = "" if name == POLICY else f" for [engines.{name}]"
-            what = f"{count} of {counted(gpus, 'GPU')}{of_group} beside {beside}"
+            suffix = "" if name == POLICY else f" for [engines.{name}]"
+            what = f"{count} of {counted(gpus, 'GPU')}{suffix} beside {beside}"
             others = len(engines) - sum(other == name for other, _ in engines)
             what += f" and {counted(others, 'other engine')}" if others else ""
             raise PlacementError(_missing(what, offers))
@@ -256,15 +255,15 @@ def service_ports(
         )
     shared = base + an_engine * num_places
     ports = iter([base + an_engine * place for place in places])
-    own = tuple(itertools.islice(ports, len(engines)))
-    of_groups = {}
+    policy_ports = tuple(itertools.islice(ports, len(engines)))
+    group_ports = {}
     for name, others in groups.items():
         starts = tuple(itertools.islice(ports, len(others)))
-        of_groups[name] = Ports(starts, tuple(port + 1 for port in starts), 0, ())
+        group_ports[name] = Ports(starts, tuple(port + 1 for port in starts), 0, ())
     return Ports(
-        engines=own,
-        engine_groups=tuple(port + 1 for port in own),
-        groups=of_groups,
+        engines=policy_ports,
+        engine_groups=tuple(port + 1 for port in policy_ports),
+        groups=group_ports,
         actor_group=shared,
         sync_groups=tuple(range(shared + SHARED_PORTS, shared + SHARED_PORTS + num_stages)),
     )

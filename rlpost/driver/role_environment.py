@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlpost.config.engine_args import FEATURE_CACHE, engine_variables
 from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.tree import Config
 from rlpost.engines.cuda_graphs import REGISTER, VARIABLE, graph_settings
@@ -79,6 +80,12 @@ def role_variables(config: Config, environment: Mapping[str, str]) -> tuple[Role
             None,
             graphs.get(REGISTER),
             "NCCL would keep buffers of released graphs registered, and their replay hangs",
+        ),
+        RoleVariable(
+            FEATURE_CACHE,
+            None,
+            engine_variables(config).get(FEATURE_CACHE),
+            "SGLang would keep features of images across updates of a trained encoder",
         ),
     )
 

@@ -15,10 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from rlpost.config.checks.functions import OF_A_SET, SETTINGS, source_of
-from rlpost.config.eval_sets import EvalSet, eval_sets
+from rlpost.config.eval_sets import EvalSet, eval_sets, set_settings
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
+from rlpost.tasks.fingerprint import NUM_ROWS, image_files
+from rlpost.tasks.prompt_settings import prompt_fields
+from rlpost.tasks.prompts import PromptFields
 from rlpost.tasks.rows import split_source
 from rlpost.trainer.weights.hf_folder import tokenizer_files
 
@@ -60,13 +63,27 @@ def _files(config: Config) -> dict[str, Callable[[], list[Path]]]:
     for key, name in (
         ("--judge", config.rollout.judge),
         ("--eval-config", config.eval.eval_config),
-        *((f"evaluation set {one.name}", split_source(one.path)[0]) for one in _eval_sets(config)),
     ):
         if name:
             files[f"{key} {name}"] = partial(list, [Path(name)])
+    for one in _eval_sets(config):
+        path = split_source(one.path)[0]
+        fields = prompt_fields(set_settings(one, config.eval, config.rollout))
+        files[f"evaluation set {one.name} {path}"] = partial(_files_of_rows, path, fields)
     folder = Path(config.checkpoint.hf_checkpoint)
     files[f"tokenizer of {folder}"] = partial(tokenizer_files, folder)
     return files
+
+
+def _files_of_rows(path: Path, fields: PromptFields) -> list[Path]:
+    """Return a file of prompts and the images that it names, as far as they exist."""
+    if fields.image_key is None:
+        return [path]
+    try:
+        images = [image for image in image_files(path, fields, NUM_ROWS) if image.is_file()]
+    except DataError:  # the evaluation reports it
+        images = []
+    return [path, *dict.fromkeys(images)]
 
 
 def _eval_sets(config: Config) -> Sequence[EvalSet]:

@@ -12,13 +12,14 @@ from pathlib import Path
 from common.cluster import Cluster
 from common.fleet_name import POLICY
 from common.local_gpus import read_local_gpus
+from common.run_folder import RunFolder
+from rlpost.config import extensions
+from rlpost.config.checks.context_length import with_pool
 from rlpost.config.checks.prefix import with_prefix_sharing
-from rlpost.config.engine_groups import group_config
 from rlpost.config.tree import Config
 from rlpost.driver.batches import model_break_even
 from rlpost.driver.checkpoints import Checkpoints, wait_until_written
 from rlpost.driver.engines.engine_groups import EngineGroups
-from rlpost.driver.engines.engine_targets import EngineTargets, engine_targets, has_metrics
 from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.generation import Generation
 from rlpost.driver.hf_export import HuggingFaceExport
@@ -33,7 +34,6 @@ from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.models.config_file import read_config
-from rlpost.observe.traces import FILE_NAME
 from rlpost.rollout.policy_versions import PolicyVersions
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class RunStages(Stages):
         self.record = record
         hf = read_config(config.checkpoint.hf_checkpoint)
         self.hf = hf
-        config, reason = with_prefix_sharing(config, hf, has_gpus=bool(read_local_gpus()))
+        has_gpus = bool(read_local_gpus())
+        config, reason = with_prefix_sharing(config, hf, has_gpus=has_gpus)
         if reason is not None:
             logger.info("--share-prefix is off: %s", reason)
         self.config = config
@@ -76,10 +77,10 @@ class RunStages(Stages):
         )
         self.observation = Observation(config, hf, checkpoints=checkpoints, traces=run / "traces")
         self.generation = Generation(
-            config,
+            with_pool(config, has_gpus=has_gpus),  # it bounds requests; engines know their pool
             stop,
             check=checkpoints.check_owner,
-            episodes=run / FILE_NAME,
+            episodes=RunFolder(run).episodes,
             run_folder=run,
         )
         self.versions = policy_versions(config, start=0, kept=None)
@@ -178,21 +179,16 @@ class RunStages(Stages):
                 await self._hf_export.export(state.step, self._export)
 
     async def follow_engines(self, engines: OwnEngines) -> None:
-        """Keep RUN/engines.json up to date for Prometheus, for engines that serve metrics.
+        """Let extensions follow the engines until the end of the attempt. Raises Fenced.
 
         ``engines`` are those of the policy; those of the groups follow.
         """
-        followed = [
-            one
-            for name, one in {POLICY: engines, **self.groups.engines}.items()
-            if has_metrics(group_config(self.config, name))
-        ]
-        if not followed:
-            return
-        targets_now = partial(engine_targets, followed, self.run_folder.name)
-        targets = EngineTargets(self.run_folder, targets_now, check=self.checkpoints.check_owner)
-        self.closing.push_async_callback(targets.close)
-        await targets.begin()
+        groups = {POLICY: engines, **self.groups.engines}
+        for follow in extensions.engine_followers():
+            owned = self.checkpoints.check_owner
+            close = await follow(self.config, groups, self.run_folder, owned)
+            if close is not None:
+                self.closing.push_async_callback(close)
 
     async def _save_is_done(self) -> list[bool]:
         return await self.ranks.aside(remote(Actor.save_is_done))

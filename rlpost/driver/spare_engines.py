@@ -62,12 +62,10 @@ class SpareEngines:
 
     @property
     def addresses(self) -> tuple[EngineAddress, ...]:
-        """The engines that were taken."""
         return tuple(self._engines.addresses[index] for index in self._lent)
 
     @property
     def api_key(self) -> str:
-        """The key of the engines."""
         return self._engines.api_key
 
     async def update(self, version: int, *, pause: PauseMode, before: Hook, ready: Hook) -> None:
@@ -93,7 +91,7 @@ class SpareEngines:
             try:
                 if self._lent:
                     await self.weights.update(self._version)
-                    self._engines.members.evaluates(self._lent)
+                    self._engines.members.evaluates(self._lent, self._version)
                     self.serving.places.set_own(self._engines.places_of(self._lent))
                     return
             except SyncError as error:  # one has died: the health of the policy's engines finds it

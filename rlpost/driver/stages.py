@@ -24,8 +24,8 @@ from rlpost.driver.background_evaluation import (
 )
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth
+from rlpost.driver.engines.joining import JoinParts, joining_engines
 from rlpost.driver.engines.own_engines import OwnEngines
-from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.loop import Rollouts
 from rlpost.driver.lost_nodes import LostNodes
 from rlpost.driver.offload import Offload
@@ -90,8 +90,7 @@ class ClusterStages(RunStages):
             self.cluster, offer=offer_of, joined=startup.add_node, record=self.record
         )
         await startup.within_deadline(weights.connect())
-        self._fleet_sync = FleetSync.of(
-            config,
+        parts = JoinParts(
             self.cluster,
             self._engines.serving.places,
             hf=self.hf,
@@ -99,18 +98,19 @@ class ClusterStages(RunStages):
             check=self.checkpoints.check_owner,
             record=self.record,
         )
+        self._joining = joining_engines(config, parts)
         self._engine_health = EngineHealth(
             config,
             self._engines,
             weights,
             stop=self.stop,
-            check_others=self._fleet_sync.check_any,
+            check_others=self._joining.check_any,
             nodes=self._nodes,
             events=EngineEvents(self.record),
             weights_onloaded=self._offload.weights_onloaded,
             before_start=self._offload.offload_trainer,
         )
-        self.closing.push_async_callback(self._fleet_sync.close)
+        self.closing.push_async_callback(self._joining.close)
         self._watch_groups()
         await self._begin_recovery(placement, ports, weights)
         self.observation.groups = [*self.groups.engines.values()]
@@ -243,7 +243,7 @@ class ClusterStages(RunStages):
             self._evaluations.check()
 
         async def train() -> Mapping[str, float]:
-            await self.stop.unless_requested(self._fleet_sync.wait_for_write())
+            await self.stop.unless_requested(self._joining.wait_for_write())
             await self._offload.train()
             training = self.recovery.training.train(groups, rollout, self.versions)
             return await self.observation.around(groups, training)
@@ -260,26 +260,26 @@ class ClusterStages(RunStages):
         self._policy_version = policy_version
         is_writing = self.config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._engines.pause_mode if is_writing else "abort"
-        # Offloaded actors write the fleet's weights before their engines generate.
+        # Offloaded actors write the weights for other jobs before their own engines generate.
         is_leaving = self.config.offload_train
 
         async def ready() -> None:
             if is_leaving:
-                await self._fleet_sync.write(policy_version)
+                await self._joining.write(policy_version)
             await self._offload.generate()
 
         async def update() -> None:
-            await self.stop.unless_requested(self._fleet_sync.before())
+            await self.stop.unless_requested(self._joining.before())
             await self._engine_health.update(
                 policy_version, pause=pause, before=self._offload.send, ready=ready
             )
 
         await self.recovery.over("sync", update)
         if is_leaving:
-            await self._fleet_sync.publish(policy_version)
+            await self._joining.publish(policy_version)
         else:
-            self._fleet_sync.in_background(policy_version)
-        await self.stop.unless_requested(self._fleet_sync.enough(self._engine_health.num_serving))
+            self._joining.in_background(policy_version)
+        await self.stop.unless_requested(self._joining.enough(self._engine_health.num_serving))
 
     async def evaluate(self) -> Mapping[str, float] | None:
         """Return means on every held-out set, as ``eval/SET/name``.
@@ -305,7 +305,6 @@ class ClusterStages(RunStages):
     async def resume_evaluations(
         self, step: int, done: Callable[[int, Mapping[str, float]], Awaitable[None]]
     ) -> None:
-        """See ``RunStages``."""
         if self._evaluations is not None:
             await self._evaluations.resume(step, done)
 
@@ -350,11 +349,11 @@ class ClusterStages(RunStages):
     async def weights_hash(self) -> str:
         """Return a hash of the trainer's weights under their Hugging Face names.
 
-        The run is done then: evaluations beside training are awaited, and the engines of its fleets
+        The run is done then: evaluations beside training are awaited, and engines in other jobs
         may leave.
         """
         await self._finish_evaluations()
-        self._fleet_sync.end()
+        self._joining.end()
         self.groups.end()
 
         async def weights_hash() -> str:

@@ -75,8 +75,8 @@ def usable(
     (2,)
     """
     fits = [
-        rank not in dead and own == node
-        for rank, (own, node) in enumerate(zip(standbys, ranks, strict=True))
+        rank not in dead and standby == node
+        for rank, (standby, node) in enumerate(zip(standbys, ranks, strict=True))
     ]
     lacking = {node for node, is_there in zip(ranks, fits, strict=True) if not is_there}
     return tuple(rank for rank, node in enumerate(ranks) if node not in lacking)

@@ -177,11 +177,11 @@ async def _set_up(ranks: ActorGroup, slots: Sequence[Slot], port: int) -> list[i
     return await ranks.all(remote(Actor.data_parallel_rank))
 
 
-def make_actor(config: Config, run_folder: Path | None = None) -> object:
+def make_actor(config: Config, run_folder: Path | None = None) -> Actor:
     """Return a rank of the policy, in the process of a worker; ``run_folder`` has the images."""
-    # Imported in the worker: the driver loads neither torch nor Megatron. Megatron imports wandb for
-    # its own logging, which takes a seventh of the processor time of a rank's imports.
-    with _hidden("wandb"):
+    # Imported in the worker: the driver does not load Megatron. Megatron imports wandb and TensorBoard
+    # for its own logging, which take a fifth of the processor time of a rank's imports.
+    with _hidden("wandb"), _hidden("tensorboard"):
         from rlpost.trainer.actor import Actor
 
     return Actor(config, run_folder=run_folder)

@@ -137,7 +137,7 @@ class Training:
         needs_own = trains_distilled and not grpo.use_rollout_logprobs
         if grpo.kl_coef or is_compared or needs_own:
             old_version = versions.old(rollout - 1)
-            old = [await self._logprobs(own, old_version) for own in batches]
+            old = [await self._logprobs(batch, old_version) for batch in batches]
         penalties = None
         if grpo.kl_coef:
             penalties = await self._group_penalties(groups, steps, batches, old)
@@ -266,21 +266,25 @@ class Training:
     ) -> list[Sequence[DoubleColumn]]:
         """Return kl_coef x KL of each response token, by group and sample."""
         ref = [
-            await self._pass([remote(Actor.compute_ref_logprobs, received(one)) for one in own])
-            for own in batches
+            await self._pass([remote(Actor.compute_ref_logprobs, received(one)) for one in batch])
+            for batch in batches
         ]
-        of_position: dict[int, DoubleColumn] = {}
+        penalties_by_position: dict[int, DoubleColumn] = {}
         for step, ours, theirs in zip(steps, old, ref, strict=True):
-            of_ranks = []
+            penalties_by_rank = []
             for data_rank in range(len(step.batches)):
-                own = await self._of_rank(ours, data_rank)
+                rank_logprobs = await self._of_rank(ours, data_rank)
                 reference = await self._of_rank(theirs, data_rank)
-                assert own is not None and reference is not None, "the last stage has both"
-                of_ranks.append(
-                    await asyncio.to_thread(kl_penalties, own, reference, self._config.grpo)
+                assert rank_logprobs is not None and reference is not None, (
+                    "the last stage has both"
                 )
-            of_position |= by_position(step, of_ranks)
-        return await asyncio.to_thread(masked_penalties, groups, in_order(of_position))
+                penalties_by_rank.append(
+                    await asyncio.to_thread(
+                        kl_penalties, rank_logprobs, reference, self._config.grpo
+                    )
+                )
+            penalties_by_position |= by_position(step, penalties_by_rank)
+        return await asyncio.to_thread(masked_penalties, groups, in_order(penalties_by_position))
 
     async def _sent_advantages(
         self, steps: Sequence[DealtStep], by_group: Sequence[Sequence[Advantage]]

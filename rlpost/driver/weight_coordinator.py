@@ -12,14 +12,19 @@ import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from common.bounded import together
+from rlpost.config.engine_args import sends_draft_weights
+from rlpost.config.plan.shard_roles import RankPlan
+from rlpost.config.plan.weight_update import obstacle_to_slices
 from rlpost.config.tree import Config
 from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest
-from rlpost.driver.worker_groups import Actor, ActorGroup, remote
+from rlpost.driver.worker_groups import Actor, ActorGroup, RemoteCall, remote
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import (
     AdapterMover,
@@ -36,12 +41,61 @@ from rlpost.engines.engine_side_weights import (
     num_engine_ranks,
     stage_group,
 )
-from rlpost.errors import ConfigError, RlpostError, SyncError, TrainerDied, WorkerFailed
+from rlpost.engines.shard_mover import SLICES, Colocation, Description, Meeting, ShardMover
+from rlpost.errors import (
+    ConfigError,
+    PlanOutdated,
+    RlpostError,
+    SlicesRefused,
+    SyncError,
+    TrainerDied,
+    WorkerFailed,
+)
 from rlpost.observe.spans import span
 
 logger = logging.getLogger(__name__)
 
+JOIN_S = 300.0
+"""Deadline for trainer and engines to form a group: more than thousands of NCCL ranks take."""
 REMOVAL_S = 8.0  # deadline to remove the folder of the weights; a preempted run has EXIT_S in all
+
+
+class _ShardRanks:
+    """The trainer's ranks for a ``ShardMover``."""
+
+    def __init__(
+        self,
+        actors: ActorGroup,
+        *,
+        joining: Callable[[Awaitable[object]], Awaitable[None]],
+        with_engines: Callable[[Awaitable[object]], Awaitable[None]],
+        stop: StopRequest,
+    ) -> None:
+        """``with_engines`` awaits a collective of ranks and engines, ``joining`` what precedes it."""
+        self._actors, self._joining, self._with_engines = actors, joining, with_engines
+        self._stop = stop
+
+    async def describe(self) -> Sequence[Description]:
+        return await self._actors.all(remote(Actor.shards.describe))
+
+    async def use(self, plans: Sequence[RankPlan]) -> None:
+        await self._actors.each([remote(Actor.shards.use, plan) for plan in plans])
+
+    async def connect(self, num_engine_ranks: int, meeting: Meeting) -> None:
+        place = (meeting.host, meeting.port, num_engine_ranks, meeting.name, meeting.join_s)
+        await self._joining(self._actors.all(remote(Actor.shards.connect, *place)))
+        await self._with_engines(self._actors.all(remote(Actor.shards.meet, meeting.join_s)))
+
+    async def pack(self, index: int) -> None:
+        await self._actors.all(remote(Actor.pack_shards, index))
+
+    async def send(self, index: int) -> None:
+        self._stop.check()
+        await self._with_engines(self._actors.all(remote(Actor.shards.send, index)))
+
+    async def share(self, index: int, message: Mapping[str, object]) -> Sequence[str]:
+        self._stop.check()
+        return await self._actors.all(remote(Actor.share_shards, index, message))
 
 
 class VersionMover:
@@ -99,6 +153,12 @@ class WeightCoordinator:
         self._group_name = ""
         self._backend = ""
         self._is_abandoned = False
+        self._has_shards = False
+        self._has_sent_slices = False
+        self._refusal: str | None = None
+        """Why the engines refused slices, in this driver's life."""
+        self._timeout_s = 60.0 * config.cluster.distributed_timeout_minutes
+        self._join_s = min(JOIN_S, self._timeout_s)
         self.num_bytes = 0
         """Bytes of all weights as they are sent."""
 
@@ -110,10 +170,12 @@ class WeightCoordinator:
         Raises SyncError with the name of an engine that did not connect.
         """
         self._is_abandoned = False
-        timeout_s = 60.0 * self._config.cluster.distributed_timeout_minutes
         await self._leave()
         self._update = WeightUpdate(
-            self._engines.receivers, api_key=self._engines.api_key, timeout_s=timeout_s
+            self._engines.receivers,
+            api_key=self._engines.api_key,
+            timeout_s=self._timeout_s,
+            selector="all" if sends_draft_weights(self._config) else "target",
         )
         buckets = await self._actors.first(remote(Actor.bucket_plan))
         self.num_bytes = sum(map(num_bytes, buckets))
@@ -128,13 +190,16 @@ class WeightCoordinator:
                 )
             sends_adapters = self._config.sync.update_weight_mode == "adapter"
             self._mover = (AdapterMover if sends_adapters else DiskMover)(self._write)
+        elif await self._sends_slices():
+            await self._update.check_health()
+            largest = max(map(num_bytes, buckets))
+            self._mover = await self._shard_mover(max_bytes=largest)
         elif self._config.cluster.colocate:
             self._mover = SharingMover(
                 buckets, self._share, ranks_of=self._placement.ranks_of_engines
             )
         else:
-            self._num_connections += 1
-            self._group_name = connection_name(self._incarnation, self._num_connections)
+            self._group_name = self._next_connection()
             mover = BroadcastMover(buckets, self._send, group_name=self._group_name)
             await self._form_groups(mover)
             self._mover = mover
@@ -152,19 +217,117 @@ class WeightCoordinator:
     ) -> None:
         """Bring all engines that get weights to ``version``; see ``WeightUpdate.update``.
 
-        Leaves no files behind.
+        Slices are sent again, by a new plan, if an engine has changed since it recorded; engines
+        that cannot receive them get all weights. Leaves no files behind.
+
+        Raises SyncError. If ``engines_are_stuck`` is true then, restart the engines: the next
+        connection sends by a new plan, or all weights.
         """
         try:
             with span("update weights"):
-                mover = VersionMover(self._mover, self._actors)
-                await self._update.update(version, mover, pause=pause, ready=ready)
+                try:
+                    await self._send_all(version, pause, ready)
+                except SlicesRefused as error:
+                    await self._prepare_again(error)
+                    try:
+                        await self.connect()
+                        await self._send_all(version, pause, ready)
+                    except BaseException:
+                        self._refusal = None  # gathered weights do not arrive either
+                        raise
         finally:
             await in_daemon(self._remove_files)
+
+    async def _send_all(
+        self, version: int, pause: PauseMode, ready: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        mover = VersionMover(self._mover, self._actors)
+        await self._update.update(version, mover, pause=pause, ready=ready)
+        self._has_sent_slices |= isinstance(self._mover, ShardMover)
+
+    async def _prepare_again(self, error: SlicesRefused) -> None:
+        """Prepare for another connection: slices by a new plan, or all weights.
+
+        Raises the error if it is no refusal, as engines have died or have taken slices before; or
+        if the engines have to be restarted first.
+        """
+        if isinstance(error, PlanOutdated):
+            logger.info("%s", error)
+        elif self._has_sent_slices or not await self._all_answer():
+            raise error
+        else:
+            self._refusal = str(error)
+        if self.engines_are_stuck:
+            raise error
+        await self._leave()  # ends the receives of engines that wait for the trainer
+        await self._actors.all(remote(Actor.shards.release))  # all engines have answered
+        if self._refusal is not None and isinstance(self._mover, ShardMover):
+            await self._mover.disconnect(self._update.receivers)
+
+    async def _all_answer(self) -> bool:
+        try:
+            await self._update.check_health()
+        except SyncError:
+            return False
+        return True
+
+    def _next_connection(self) -> str:
+        self._num_connections += 1
+        return connection_name(self._incarnation, self._num_connections)
 
     async def _leave(self) -> None:
         if self._group_name:
             await self._actors.all(remote(Actor.broadcast.disconnect))
             await self._update.leave_groups(self._group_name, len(self._ports.sync_groups))
+            self._group_name = ""
+        if self._has_shards:  # outside a session engines leave when they join the next group
+            await self._actors.all(remote(Actor.shards.disconnect))
+            self._has_shards = False
+
+    async def _sends_slices(self) -> bool:
+        """Whether every engine rank receives only what it holds; says why not if asked for."""
+        if self._config.sync.update_weight_transport != "slices":
+            return False
+        if (obstacle := await self._obstacle_to_slices()) is None:
+            return True
+        logger.warning(
+            "--update-weight-transport slices: %s; all engines receive all weights", obstacle
+        )
+        return False
+
+    async def _obstacle_to_slices(self) -> str | None:
+        """Why the engines cannot or should not receive slices; None if they can."""
+        if self._refusal is not None:
+            return self._refusal
+        numbers = {
+            "num_engines": len(self._update.receivers),
+            "num_trainer_ranks": len(self._actors),
+        }
+        if (obstacle := obstacle_to_slices(self._config, **numbers)) is not None:
+            return obstacle
+        if lacking := await self._update.without_shard_loader():
+            return f"{', '.join(lacking)} cannot receive slices without rlpost's loader"
+        return None
+
+    async def _shard_mover(self, *, max_bytes: int) -> ShardMover:
+        self._has_shards = True
+        self._backend = await self._actors.first(remote(Actor.broadcast_backend))
+        name = self._next_connection()
+        where: Meeting | Colocation
+        if self._config.cluster.colocate:
+            where = Colocation(self._placement.ranks_of_engines)
+        else:
+            host, port = self._placement.actors[0].ip, self._ports.sync_groups[0]
+            where = Meeting(host, port, name, self._backend, self._join_s, self._timeout_s)
+        abort = remote(Actor.shards.abort)
+        ranks = _ShardRanks(
+            self._actors,
+            joining=partial(self._joining, abort=abort),
+            with_engines=partial(self._with_engines, abort=abort),
+            stop=self._stop,
+        )
+        folder = self._attempt / SLICES / name
+        return ShardMover(ranks, where, folder=folder, max_bytes=max_bytes)
 
     async def _form_groups(self, mover: BroadcastMover) -> None:
         """Create one process group per pipeline stage: its source rank and all engine ranks.
@@ -177,16 +340,19 @@ class WeightCoordinator:
         hosts = [self._placement.actors[sources[stage]].ip for stage in sorted(sources)]
         addresses = list(zip(hosts, self._ports.sync_groups, strict=True))
         ranks = num_engine_ranks(self._update.receivers)
-        own: list[tuple[str, int, int, str]] = [
-            ("", 0, ranks, "")
+        joins: list[tuple[str, int, int, str, float]] = [
+            ("", 0, ranks, "", self._join_s)
             if stage is None
-            else (*addresses[stage], ranks, stage_group(self._group_name, stage))
+            else (*addresses[stage], ranks, stage_group(self._group_name, stage), self._join_s)
             for stage in stages
         ]
         self._backend = await self._actors.first(remote(Actor.broadcast_backend))
-        await asyncio.gather(
-            self._actors.each([remote(Actor.broadcast.connect, *place) for place in own]),
-            mover.connect(self._update.receivers, addresses, backend=self._backend),
+        joining = self._actors.each([remote(Actor.broadcast.connect, *place) for place in joins])
+        await together(
+            [
+                self._joining(joining, abort=remote(Actor.broadcast.abort)),
+                mover.connect(self._update.receivers, addresses, backend=self._backend),
+            ]
         )
 
     @property
@@ -200,23 +366,41 @@ class WeightCoordinator:
 
     async def _send(self, index: int) -> None:
         self._stop.check()
+        await self._with_engines(
+            self._actors.all(remote(Actor.send_bucket, index)), abort=remote(Actor.broadcast.abort)
+        )
+
+    async def _with_engines(
+        self, collective: Awaitable[object], *, abort: RemoteCall[Actor, None]
+    ) -> None:
+        """Await a collective of all ranks and the engines; ``abort`` ends it if an engine failed."""
         try:
-            await self._actors.all(remote(Actor.send_bucket, index))
-        except asyncio.CancelledError:
-            # An engine failed; the trainer would block in the broadcast until its deadline.
-            self._is_abandoned = True
-            await self._release_trainer()
-            raise
-        except (SyncError, TrainerDied, WorkerFailed):
+            await self._joining(collective, abort=abort)
+        except (asyncio.CancelledError, SyncError, TrainerDied, WorkerFailed):
             self._is_abandoned = True
             raise
 
-    async def _release_trainer(self) -> None:
-        """Abort the broadcast that the trainer is blocked in."""
+    async def _joining(
+        self, collective: Awaitable[object], *, abort: RemoteCall[Actor, None]
+    ) -> None:
+        """Like ``_with_engines``, where no engine is blocked if the trainer leaves.
+
+        On NCCL an engine of slices waits in the group's store until the trainer begins the first
+        collective, and one of a broadcast waits for nothing.
+        """
         try:
-            await self._actors.aside(remote(Actor.broadcast.abort))
+            await collective
+        except asyncio.CancelledError:
+            # An engine failed; the trainer would block until its deadline.
+            await self._release_trainer(abort)
+            raise
+
+    async def _release_trainer(self, abort: RemoteCall[Actor, None]) -> None:
+        """Abort the collective that the trainer is blocked in."""
+        try:
+            await self._actors.aside(abort)
         except RlpostError as error:
-            logger.warning("the broadcast of the trainer could not be aborted: %s", error)
+            logger.warning("the trainer could not leave its group with the engines: %s", error)
 
     async def _share(self, index: int) -> list[str]:
         self._stop.check()

@@ -86,7 +86,7 @@ def remote(
 def remote(
     method: Callable[P, Result], *arguments: P.args, **keywords: P.kwargs
 ) -> RemoteCall[Any, Result]: ...
-def remote(method: Any, *arguments: object, **keywords: object) -> RemoteCall[Any, Any]:
+def remote(method: object, *arguments: object, **keywords: object) -> RemoteCall[Any, Any]:
     """Return a call of a method, a property (``Actor.has_gpu``) or a part's method.
 
     Raises:

@@ -290,8 +290,8 @@ class WorkerGroup:
         pairs = list(zip(self._workers, arguments, strict=True))
 
         def submit(index: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
-            worker, own = pairs[index]
-            return worker.call_stored.remote(method, *_references(own))
+            worker, worker_arguments = pairs[index]
+            return worker.call_stored.remote(method, *_references(worker_arguments))
 
         submitted = await self._submit_to_all(submit)
         has_result = await self._results([has for has, _ in submitted])
@@ -385,20 +385,20 @@ class WorkerGroup:
         Returns node and number of each that has not. Processes on other nodes are not checked.
         """
         askers = {node: index for index, node in enumerate(self._nodes)}
-        of_node: dict[str, list[ProcessId]] = {node: [] for node in askers}
+        processes: dict[str, list[ProcessId]] = {node: [] for node in askers}
         for node, process in earlier:
-            if node in of_node:
-                of_node[node].append(process)
+            if node in processes:
+                processes[node].append(process)
         waiting = [
-            self._one(index, self._workers[index].until_ended.remote(of_node[node], within_s))
+            self._one(index, self._workers[index].until_ended.remote(processes[node], within_s))
             for node, index in askers.items()
         ]
         left = await asyncio.gather(*waiting)
         hosts = [self._names[index].rpartition(" on ")[2] for index in askers.values()]
         return [
             f"process {process.pid} on {host}"
-            for host, own in zip(hosts, left, strict=True)
-            for process in own
+            for host, unended in zip(hosts, left, strict=True)
+            for process in unended
         ]
 
     async def spans(self, since: float) -> list[ProcessSpans]:

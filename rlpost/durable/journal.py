@@ -399,7 +399,6 @@ class Journal:
             self._answers.clear()
 
     def append_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a complete evaluation."""
         self._evaluations[step] = metrics
         self._append(evaluation_content(step, metrics))
 

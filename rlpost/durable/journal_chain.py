@@ -27,6 +27,7 @@ from rlpost.durable.journal_format import BATCH, DROPPED, GROUP, PART, Record, S
 from rlpost.durable.journal_segments import Segment, Unreadable, read_segment, segment_paths
 from rlpost.durable.open_parts import OpenParts
 from rlpost.durable.result_settings import Change, compare
+from rlpost.images.store import WITH_IMAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +204,20 @@ def _changed(segment: Segment, change: Change, data: str | None) -> str | None:
     """Return why a segment is not used with the settings and data of this attempt, or None."""
     if change.generated:
         return f"settings that decide what is generated have changed since: {'; '.join(change.generated)}"
-    if data is not None and segment.header.data not in (None, data):
-        return "the files of --prompt-data have changed since"
-    return None
+    if data is None or _is_same_data(segment.header.data, data):
+        return None
+    files, _, images = data.partition(WITH_IMAGES)
+    if images and (segment.header.data or "").startswith(f"{files}{WITH_IMAGES}"):
+        return "images that the rows of --prompt-data name by path have changed since"
+    return "the files of --prompt-data have changed since"
+
+
+def _is_same_data(before: str | None, now: str) -> bool:
+    """Compare fingerprints; of one without images, as rlpost 0.2 wrote them, the files."""
+    return before in (None, now, now.partition(WITH_IMAGES)[0])
 
 
 def _why(segment: Segment, chain: Sequence[Segment], ordered: Sequence[Segment]) -> str:
-    """Return why a segment is not in the chain."""
     seal = segment.header.previous
     if not segment.header.unbroken:
         return "the records before it could not be written"

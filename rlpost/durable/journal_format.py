@@ -74,7 +74,8 @@ class Header:
     The segment continues from the checkpoint state of ``step`` trained steps that names segment
     ``base``. A state begins a new segment that is its own base; a resume copies its records into a
     new one with the same base. ``settings`` is ``ResultSettings.to_json`` (a hash in segments of
-    rlpost 0.2), ``data`` a fingerprint of the prompt files (None if unknown). ``previous`` is the
+    rlpost 0.2), ``data`` a fingerprint of the prompt files (None if unknown; without their images in
+    segments of rlpost 0.2, see ``rlpost.images.store.WITH_IMAGES``). ``previous`` is the
     segment whose records led to the base's state (None if unknown). ``unbroken`` is False when
     those records could not be written completely.
     """
@@ -159,7 +160,6 @@ class Record:
 
     @property
     def part_key(self) -> PartKey:
-        """The key of a PART."""
         meta = self.meta
         return PartKey(meta["prompt_id"], meta["index"], meta["part"], meta["number"])
 

@@ -108,7 +108,6 @@ class Appended:
 
     @property
     def key(self) -> PartKey:
-        """The key of the part."""
         meta = self.meta
         return PartKey(meta["prompt_id"], meta["index"], meta["part"], meta["number"])
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -99,7 +100,7 @@ TABLE: Mapping[str, Rule] = MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                *("cluster", "assets", "eval", "engines", "sync", "fleet"),
+                *("cluster", "assets", "eval", "engines", "sync"),
                 *("wandb", "observe", "debug"),
             ),
             Rule(),
@@ -121,8 +122,8 @@ def rule_of(table: str) -> Rule:
 class ResultSettings:
     """The values that decide results, by setting."""
 
-    generated: Mapping[str, Any] = field(default_factory=dict)
-    trained: Mapping[str, Any] = field(default_factory=dict)
+    generated: Mapping[str, object] = field(default_factory=dict)
+    trained: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -142,7 +143,7 @@ def result_settings(
         "lora": bool(config.lora.lora_rank),
         "distillation": config.distillation.use_opd,
     }
-    values: dict[Kind, dict[str, Any]] = {"generated": {}, "trained": {}, "neither": {}}
+    values: dict[Kind, dict[str, object]] = {"generated": {}, "trained": {}, "neither": {}}
     for name in type(config).model_fields:
         if is_used.get(name, getattr(config, name).has_effect):
             rule = rule_of(name)
@@ -153,7 +154,7 @@ def result_settings(
     return ResultSettings(values["generated"] | generated | contents, values["trained"] | trained)
 
 
-def _hide_secrets(key: str, value: Any) -> Any:
+def _hide_secrets(key: str, value: object) -> object:
     """Return a value that differs as the setting does; journals and checkpoints may be shared."""
     shown = mask(key, value)
     if shown == value:
@@ -162,7 +163,7 @@ def _hide_secrets(key: str, value: Any) -> Any:
     return f"{json.dumps(shown, sort_keys=True)} (digest {digest[:16]})"
 
 
-def _derived(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def _derived(config: Config) -> tuple[dict[str, object], dict[str, object]]:
     """Return what follows from several settings, for generation and for training."""
     judges = {
         name: [str(group.model), group.served_model]
@@ -170,8 +171,8 @@ def _derived(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         if name != config.eval.eval_engines
     }
     # Their models decide rewards and a teacher's log-probs.
-    generated: dict[str, Any] = {"engines": judges} if judges else {}
-    trained: dict[str, Any] = {
+    generated: dict[str, object] = {"engines": judges} if judges else {}
+    trained: dict[str, object] = {
         "num_steps_per_rollout": config.num_steps_per_rollout,
         "eps_clip": config.loss_settings.eps_clip,  # by default those of the loss
         "eps_clip_high": config.loss_settings.eps_clip_high,
@@ -193,7 +194,8 @@ class Change:
 def compare(before: str, now: str) -> Change:
     """Compare two texts of ``ResultSettings.to_json``; a setting that one lacks counts as unset.
 
-    What another version recorded and this one takes for no matter of results is left out.
+    What another version recorded and this one takes for no matter of results is left out, and so is
+    a setting that only this version has, at its default: results are then those of before.
     """
     if before == now:
         return Change()
@@ -202,9 +204,21 @@ def compare(before: str, now: str) -> Change:
         for kind in ("generated", "trained"):
             for key in one[kind].keys() & _FREE - other[kind].keys():
                 del one[kind][key]
+            for key in other[kind].keys() & _defaults().keys() - one[kind].keys():
+                if other[kind][key] == _defaults()[key]:
+                    del other[kind][key]
         return Change(*(difference(one[kind], other[kind]) for kind in ("generated", "trained")))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Change(generated=("recorded by another version of rlpost",))
+
+
+@cache
+def _defaults() -> Mapping[str, object]:
+    """Return the defaults of all settings, as recorded."""
+    defaults: dict[str, object] = {}
+    for table in groups().values():
+        defaults |= table.model_construct().model_dump(mode="json")
+    return defaults
 
 
 def _current(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -223,11 +237,11 @@ def _current(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_arguments(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if name not in MODEL_ARGUMENTS}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+def difference(before: Mapping[str, object], now: Mapping[str, object]) -> tuple[str, ...]:
     """Return a line for each key whose value differs, without secrets.
 
     A key that one side lacks counts as not set, as do None and an empty list or table: another

@@ -170,20 +170,21 @@ class RunFile:
         wait_for([done], timeout=min(self._deadline_s, LAST_S))
         return self._outcome(done.done(), done.result)
 
-    def close(self) -> None:
-        """Retry pending writes once; log what is lost if they fail."""
+    def close(self) -> bool:
+        """Retry pending writes once; log what is lost if they fail. True if no write is pending."""
         with self._lock:
             nothing_waits = not self._waiting
         if nothing_waits:
-            return
+            return True
         try:
             is_done = self.finish()
         except Fenced:
-            return
+            return True
         if not is_done:
             logger.error(
                 "%s: %d writes are lost: %s", self._path, len(self._waiting) - 1, self._lost
             )
+        return is_done
 
     def _outcome(self, is_done: bool, result: Callable[[], bool]) -> bool:
         if not is_done:

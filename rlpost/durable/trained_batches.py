@@ -103,6 +103,5 @@ class RecordedBatches:
         self._template = template
 
     async def groups(self, step: int) -> list[SampleGroup]:
-        """See ``TrainedBatches``."""
         found = await in_daemon(partial(read_groups, self._template, step))
         return sorted(found, key=lambda group: group.prompt_id)

@@ -1,1 +1,1 @@
-"""One SGLang server: its process, its HTTP interface, its weights, and the agent of a fleet job."""
+"""One SGLang server: its process, its HTTP interface, its weights, and the start of an engine job."""

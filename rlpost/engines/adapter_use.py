@@ -28,7 +28,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 POLL_S = 0.02
 
 
-def make_manager(server_args: Any, port_args: Any) -> Any:
+def make_manager(server_args: object, port_args: object) -> Any:
     """Return the manager and its templates, as ``launch_server`` expects them."""
     return init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=AdapterUser)
 

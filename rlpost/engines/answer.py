@@ -73,8 +73,8 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
         if logprobs is None:
             logprobs = FloatColumn([entry[0] for entry in listed])
         text, parsed_routes = raw.get("text") or "", _routes(meta, routes)
-        mask, of_mask = _sampling_mask(meta)
-        logprobs = logprobs if of_mask is None else of_mask
+        mask, mask_logprobs = _sampling_mask(meta)
+        logprobs = logprobs if mask_logprobs is None else mask_logprobs
         num_new = len(token_ids)
         if before:  # an abort repeats tokens of earlier events
             num_new = meta["completion_tokens"] - before

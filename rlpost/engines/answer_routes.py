@@ -19,12 +19,9 @@ first version).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from rlpost.columns import IntColumn, RouteColumn
+from rlpost.columns import RouteColumn
 from rlpost.engines.answer import Answer
 from rlpost.engines.routes import RouteFormat
 from rlpost.errors import RolloutError
@@ -103,38 +100,6 @@ class AnswerRoutes:
     def _append(self, routes: RouteColumn) -> None:
         if len(routes):
             self._column = RouteColumn.joined([self._column, routes])
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Input and output tokens of one request, with the routes of all but the last token."""
-
-    request_ids: IntColumn
-    token_ids: IntColumn
-    routes: RouteColumn
-
-
-def routes_of(
-    token_ids: Sequence[int], *, prompt_length: int, read: Iterable[Read], form: RouteFormat
-) -> RouteColumn:
-    """Return the routes of a sequence that a function assembled from several requests.
-
-    A token has the routes of the first request that read it after the same prefix. The trainer
-    routes response tokens that no engine generated, and tokens that no engine read.
-    """
-    ids = IntColumn.of(token_ids).array
-    column = form.unknown(0)
-    is_generated = np.arange(len(ids)) < prompt_length
-    for one in read:
-        theirs = np.concatenate([one.request_ids.array, one.token_ids.array])
-        length = min(len(ids), len(theirs))
-        differs = theirs[:length] != ids[:length]
-        num_equal = int(differs.argmax()) if differs.any() else length
-        is_generated[len(one.request_ids) : num_equal] = True
-        column = RouteColumn.joined([column, one.routes[len(column) : num_equal]])
-    array = column.array.copy()
-    array[~is_generated[: len(array)]] = np.iinfo(array.dtype).max
-    return RouteColumn(array)
 
 
 def _with_unknown(routes: RouteColumn, unknown: list[range]) -> RouteColumn:

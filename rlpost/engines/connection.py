@@ -62,7 +62,7 @@ class Halted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunEngines:
-    """The engines of a run, as requests see them: those of its job and those of its fleet."""
+    """The engines of a run, as requests see them: those of its job and those in other jobs."""
 
     places: Places = field(default_factory=Places, compare=False)
     timeout_s: float = float(LONGEST_GENERATION_S)  # for one request
@@ -191,16 +191,16 @@ class Connection:
             files = await in_daemon(partial(self.images.files, images)) if images else ()
 
         async def body(place: Place, rank: int | None) -> bytes:
-            of_images: Mapping[str, object] = {}
+            image_fields: Mapping[str, object] = {}
             if files and self.images is not None:
-                of_images = await in_daemon(partial(self.images.fields, files))
+                image_fields = await in_daemon(partial(self.images.fields, files))
             params, streams = dict(sampling_params), {}
             if watch is not None:
                 params["stream_interval"] = self._places.tokens_within(place, watch.every_s)
                 streams = {"stream": True}
             content = {
                 "input_ids": ids.array,
-                **of_images,
+                **image_fields,
                 "sampling_params": params,
                 "return_logprob": True,
                 **streams,
@@ -339,7 +339,6 @@ class Connection:
             return Failure(str(error), is_fault=True)
 
     async def _parse(self, parse: Callable[..., Answer], *arguments: object) -> Answer:
-        """Parse in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse, *arguments)
 
     async def _read_stream(self, response: aiohttp.ClientResponse, watch: Watch) -> Answer:

@@ -107,11 +107,11 @@ def _given_backends(server_args: Mapping[str, object]) -> dict[str, tuple[str, s
         setting = f"cuda_graph_backend_{phase}"
         if server_args.get(setting) is not None:
             backends[phase] = (sglang_flag(setting), str(server_args[setting]))
-        of_phase = table.get(phase) if isinstance(table, Mapping) else None
-        if isinstance(of_phase, Mapping) and "backend" in of_phase:
+        chosen = table.get(phase) if isinstance(table, Mapping) else None
+        if isinstance(chosen, Mapping) and "backend" in chosen:
             backends[phase] = (
                 sglang_flag("cuda_graph_config") + f" {phase}.backend",
-                str(of_phase["backend"]),
+                str(chosen["backend"]),
             )
     return backends
 

@@ -20,14 +20,19 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rlpost.errors import EngineDied, RolloutError
+from rlpost.engines.shards.messages import LOADER, Failure
+from rlpost.errors import EngineDied, EngineNotPrepared, EngineRefused, RolloutError
 from rlpost.types import Bucket
 
 logger = logging.getLogger(__name__)
 
 SESSION_IS_OPEN = "a weight-update session is already open"  # SGLang's refusal of a second one
+MAX_SHOWN = 500
+"""Characters of an answer in a message."""
 LISTENING_POLL_S = 2.0  # interval of checks that a slow engine still listens
 
+Selector = Literal["all", "target"]
+"""SGLang's name for the models of an engine that an update fills: with its draft model, or not."""
 SECRETS = ("api_key", "admin_api_key", "launch_command")
 
 
@@ -48,6 +53,7 @@ class EngineClient:
     api_key: str = field(repr=False)
     timeout_s: float = 60.0
     name: str = "engine"  # in messages; "router" for the router
+    selector: Selector = "all"
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
         """Stop generating.
@@ -69,15 +75,15 @@ class EngineClient:
         try:
             await self._begin()
             return
-        except RolloutError as error:
-            if SESSION_IS_OPEN not in str(error):
+        except EngineRefused as error:
+            if SESSION_IS_OPEN not in str(error.answer):
                 raise
         logger.info("engine %s: closing the weight update that an earlier one left open", self.url)
         await self.end_weight_update()
         await self._begin()
 
     async def _begin(self) -> None:
-        await self.request("POST", "/begin_weight_update", {"selector": "all"})
+        await self.request("POST", "/begin_weight_update", {"selector": self.selector})
 
     async def end_weight_update(self) -> None:
         """Close the session of weight updates."""
@@ -120,9 +126,8 @@ class EngineClient:
         ``version``, given with the last bucket of an update, names the update. This does not flush
         the cache: the caller flushes once at the end.
         """
-        await self.request(
-            "POST", "/update_weights_from_distributed", _bucket_body(bucket, group_name, version)
-        )
+        body = _bucket_body(bucket, group_name, version, self.selector)
+        await self.request("POST", "/update_weights_from_distributed", body)
 
     async def update_weights_from_handles(
         self, handles: Sequence[str], *, version: int | None = None
@@ -136,9 +141,42 @@ class EngineClient:
             "serialized_named_tensors": list(handles),
             "load_format": "flattened_bucket",
             "flush_cache": False,
+            "selector": self.selector,
             "weight_version": None if version is None else str(version),
         }
         await self.request("POST", "/update_weights_from_tensor", body)
+
+    async def has_shard_loader(self) -> bool:
+        """Whether the engine can receive slices: whether it runs with rlpost's loader."""
+        return LOADER in ((await self.server_info()).get("custom_weight_loader") or ())
+
+    async def send_to_loader(self, payloads: Sequence[str], *, version: int | None = None) -> None:
+        """Send a message to the loader of each rank, in a session; return when all have handled it.
+
+        ``payloads`` has one entry per rank of the engine (``rlpost.engines.shards.messages``), and
+        ``version`` comes with the last one of an update.
+
+        Raises:
+            EngineNotPrepared: a rank lacks what the message assumes.
+            RolloutError: a rank failed otherwise.
+        """
+        body = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": LOADER,
+            "flush_cache": False,
+            "selector": self.selector,
+            "weight_version": None if version is None else str(version),
+        }
+        try:
+            await self.request("POST", "/update_weights_from_tensor", body)
+        except EngineRefused as error:
+            answer = error.answer if isinstance(error.answer, dict) else {}
+            failure = Failure.from_text(str(answer.get("message")))
+            if failure is None:
+                raise
+            kind = RolloutError if failure.is_prepared else EngineNotPrepared
+            texts = "; ".join(failure.texts)[:MAX_SHOWN]
+            raise kind(f"{self.name} {self.url}: the loader of slices failed: {texts}") from error
 
     async def update_weights_from_disk(self, folder: str, *, version: int) -> None:
         """Load the weights of a Hugging Face folder, without flushing the cache.
@@ -284,12 +322,12 @@ class EngineClient:
         # SGLang also reports a failure with status 200; the router accepts a new worker with 202.
         is_refused = isinstance(answer, dict) and answer.get("success") is False
         if not 200 <= status < 300 or is_refused:
-            raise RolloutError(f"{asked} answered {status}: {text[:500]}")
+            raise EngineRefused(f"{asked} answered {status}: {text[:MAX_SHOWN]}", answer)
         return answer
 
 
 @functools.lru_cache(maxsize=1)
-def _bucket_body(bucket: Bucket, group_name: str, version: int | None) -> bytes:
+def _bucket_body(bucket: Bucket, group_name: str, version: int | None, selector: Selector) -> bytes:
     """Return the request for a bucket as JSON, made once for all engines.
 
     With many experts it names hundreds of weights.
@@ -301,6 +339,7 @@ def _bucket_body(bucket: Bucket, group_name: str, version: int | None) -> bytes:
         "group_name": group_name,
         "load_format": "flattened_bucket",
         "flush_cache": False,
+        "selector": selector,
         "weight_version": None if version is None else str(version),
     }
     return json.dumps(body).encode()

@@ -19,9 +19,12 @@ import hmac
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from common.torch_store import replace_rendezvous
+
+if TYPE_CHECKING:
+    import zmq
 
 
 class Guarded:
@@ -31,14 +34,13 @@ class Guarded:
     ``__setstate__`` before anything of SGLang.
     """
 
-    def __init__(self, function: Callable[..., Any], secret: str) -> None:
+    def __init__(self, function: Callable[..., object], secret: str) -> None:
         self._function, self._secret = function, secret
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._function(*args, **kwargs)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         prepare(self._secret)
 
@@ -79,9 +81,9 @@ def curve_keys(secret: str) -> tuple[bytes, bytes]:
 
 
 def _with_keys(
-    plain: Callable[..., Any], keys: tuple[bytes, bytes], *, is_server: bool
-) -> Callable[..., Any]:
-    def open_socket(socket: Any, address: str) -> Any:
+    plain: Callable[..., object], keys: tuple[bytes, bytes], *, is_server: bool
+) -> Callable[..., object]:
+    def open_socket(socket: zmq.Socket[bytes], address: str) -> object:
         if address.startswith("tcp://"):
             socket.curve_publickey, socket.curve_secretkey = keys
             if is_server:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 from common.bounded import together
-from rlpost.engines.engine_client import EngineClient
+from rlpost.engines.engine_client import EngineClient, Selector
 from rlpost.errors import RolloutError, SyncError
 from rlpost.types import Bucket, EngineAddress
 
@@ -43,6 +43,13 @@ class Receiver:
     client: EngineClient
 
 
+class TakeHandles(Protocol):
+    """Loads a bucket from the handles of an engine's ranks; see ``EngineClient``."""
+
+    def __call__(self, handles: Sequence[str], /, *, version: int | None) -> Awaitable[None]:
+        """``version`` comes with the last bucket of an update."""
+
+
 class Mover(Protocol):
     """A transport for weights. ``in_session``: whether SGLang needs an update session around it."""
 
@@ -59,10 +66,19 @@ class WeightUpdate:
     """Updates the weights of a set of engines together."""
 
     def __init__(
-        self, engines: Sequence[EngineAddress], *, api_key: str, timeout_s: float = 600.0
+        self,
+        engines: Sequence[EngineAddress],
+        *,
+        api_key: str,
+        timeout_s: float = 600.0,
+        selector: Selector = "all",
     ) -> None:
+        """``selector``: the models that messages with weights fill; files fill all."""
         self.receivers = tuple(
-            Receiver(engine, EngineClient(engine.url, api_key, timeout_s=timeout_s))
+            Receiver(
+                engine,
+                EngineClient(engine.url, api_key, timeout_s=timeout_s, selector=selector),
+            )
             for engine in engines
         )
 
@@ -106,6 +122,12 @@ class WeightUpdate:
         """Return when all engines answer. Raises SyncError."""
         await self._each("answer", lambda engine: engine.request("GET", "/health", None))
 
+    async def without_shard_loader(self) -> list[str]:
+        """URLs of the engines that cannot receive slices. Raises SyncError."""
+        answers = await self._each("report their loader", lambda engine: engine.has_shard_loader())
+        pairs = zip(self.receivers, answers, strict=True)
+        return [one.address.url for one, has_loader in pairs if not has_loader]
+
     async def _check_version(self, version: int) -> None:
         seen = await self._each("report their version", lambda engine: engine.weight_version())
         wrong = [
@@ -132,7 +154,7 @@ class WeightUpdate:
     async def _each(
         self, what: str, ask: Callable[[EngineClient], Awaitable[object]]
     ) -> list[object]:
-        return await _all_do(what, [ask(one.client) for one in self.receivers])
+        return await all_do(what, [ask(one.client) for one in self.receivers])
 
 
 class BroadcastMover:
@@ -174,7 +196,7 @@ class BroadcastMover:
                     )
                 )
                 next_rank += one.address.num_gpus
-            await _all_do("join the weight-update group", joining)
+            await all_do("join the weight-update group", joining)
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """Send each bucket while all engines receive it.
@@ -189,7 +211,7 @@ class BroadcastMover:
                 one.client.update_weights(bucket, group_name=group_name, version=last)
                 for one in receivers
             ]
-            await _all_do(f"take {_described(bucket)}", [*receiving, self._send(index)])
+            await all_do(f"take {_described(bucket)}", [*receiving, self._send(index)])
 
 
 class SharingMover:
@@ -219,31 +241,18 @@ class SharingMover:
         self._ranks_of = ranks_of
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
-        """Send one bucket after another; gather the next one while the engines load this one.
-
-        The failure of an engine is raised when all others have answered: until then they read
-        memory that the trainer frees or overwrites after the failure.
-        """
-        handles = await self._share(0)
-        for index, bucket in enumerate(self._buckets):
-            is_last = index == len(self._buckets) - 1
-            taking = []
-            for one, ranks in zip(receivers, self._ranks_of, strict=True):
-                of_engine = [handles[rank] for rank in ranks]
-                update = one.client.update_weights_from_handles
-                taking.append(_failure(update(of_engine, version=version if is_last else None)))
-            following = [] if is_last else [self._share(index + 1)]
-            answers = await together([*taking, *following])
-            for answer in answers:
-                if isinstance(answer, RolloutError):
-                    raise SyncError(
-                        f"the engines could not all take {_described(bucket)}; {answer}"
-                    ) from answer
-            handles = cast("Sequence[str]", answers[-1])
+        """Send one bucket after another; see ``share_buckets``."""
+        await share_buckets(
+            [one.client.update_weights_from_handles for one in receivers],
+            self._ranks_of,
+            self._share,
+            words=[_described(bucket) for bucket in self._buckets],
+            version=version,
+        )
 
 
 class NoMover:
-    """For a run whose engines all belong to its fleet: there is nothing to move."""
+    """For a run whose engines are all in other jobs: there is nothing to move."""
 
     in_session = False
 
@@ -267,7 +276,7 @@ class DiskMover:
         reading = [
             one.client.update_weights_from_disk(folder, version=version) for one in receivers
         ]
-        await _all_do("read the weights from disk", reading)
+        await all_do("read the weights from disk", reading)
 
 
 class AdapterMover:
@@ -286,7 +295,7 @@ class AdapterMover:
         """Write the adapters; all engines load them concurrently."""
         folder = await self._write(version)
         loading = [one.client.replace_adapter(folder, version=version) for one in receivers]
-        await _all_do("load the adapter", loading)
+        await all_do("load the adapter", loading)
 
 
 def num_engine_ranks(receivers: Sequence[Receiver]) -> int:
@@ -317,7 +326,46 @@ def _described(bucket: Bucket) -> str:
     return f"{len(bucket.names)} weights starting with {bucket.names[0]}"
 
 
-async def _failure(call: Awaitable[object]) -> RolloutError | None:
+async def share_buckets(
+    take: Sequence[TakeHandles],
+    ranks_of: Sequence[Sequence[int]],
+    share: Callable[[int], Awaitable[Sequence[str]]],
+    *,
+    words: Sequence[str],
+    version: int,
+) -> None:
+    """Let engines load buckets from memory; the next one is filled while they load one.
+
+    The failure of an engine is raised when all others have answered: until then they read memory
+    that the trainer frees or overwrites after the failure.
+
+    Args:
+        take: loads a bucket into an engine, for each engine.
+        ranks_of: see ``SharingMover``.
+        share: ``share(i)`` fills bucket i and returns the handle of each trainer rank.
+        words: name each bucket in messages.
+        version: comes with the last bucket.
+
+    Raises SyncError, which names the engine.
+    """
+    handles = await share(0)
+    for index, what in enumerate(words):
+        is_last = index == len(words) - 1
+        taking = [
+            _failure_of(
+                load([handles[rank] for rank in ranks], version=version if is_last else None)
+            )
+            for load, ranks in zip(take, ranks_of, strict=True)
+        ]
+        following = [] if is_last else [share(index + 1)]
+        answers = await together([*taking, *following])
+        for answer in answers:
+            if isinstance(answer, RolloutError):
+                raise SyncError(f"the engines could not all take {what}; {answer}") from answer
+        handles = cast("Sequence[str]", answers[-1])
+
+
+async def _failure_of(call: Awaitable[object]) -> RolloutError | None:
     """Await the call of an engine; return its error."""
     try:
         await call
@@ -326,7 +374,7 @@ async def _failure(call: Awaitable[object]) -> RolloutError | None:
     return None
 
 
-async def _all_do(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
+async def all_do(what: str, calls: Sequence[Awaitable[object]]) -> list[object]:
     """Like ``together``; the failure of an engine is a SyncError with the engine's name."""
     try:
         return await together(calls)

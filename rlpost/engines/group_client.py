@@ -401,7 +401,6 @@ class EngineClients(Mapping[str, GroupClient]):
         return metrics
 
     async def close(self) -> None:
-        """Close all clients."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
 

@@ -8,14 +8,15 @@ to all engines in one collective call.
      ^                                                                          |
      +--------------------------------- Stop <-- a health check fails ----------+
 
-The phases are those of engines in other jobs (``rlpost.engines.fleet.membership``), which join and
-are updated one by one.
+The phases are those of ``rlpost.engines.engine_phases``.
 
 Invariants:
 - An engine is admitted only with the weights that this attempt sent to all engines last.
 - Weights are sent only when no engine that gets them is down or has failed.
 - An engine is restarted at most ``MAX_RESTARTS`` times between two calls of ``forget_restarts``: after
-  a trained batch, or an evaluation if it only evaluates. A lost node does not count.
+  a trained batch, or an evaluation if it only evaluates. What others cause does not count: a lost
+  node, or a broadcast that a peer has left.
+- At most ``MAX_ABANDONED`` broadcasts are abandoned in that time, however many engines there are.
 - An engine that is lent gets neither requests nor weights of the policy. It serves the policy again
   with the current version, at once or after the next weights.
 """
@@ -25,10 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rlpost.engines.fleet.membership import Phase
+from rlpost.engines.engine_phases import Phase, PhasedEngine
 
 MAX_RESTARTS = 3
 """Restarts of one engine since the last ``forget_restarts``; another one would change nothing."""
+MAX_ABANDONED = 2 * MAX_RESTARTS
+"""Broadcasts since then that a peer has left: each restarts all engines, whichever it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Another restart would not help. ``problem``: why the last start failed, if it did."""
+    """Another restart would not help. ``problem``: the reason, if it is not one engine's restarts."""
 
     engine: int
     problem: str
@@ -76,10 +79,7 @@ Action = Stop | Start | SendWeights | Admit | GiveUp
 
 
 @dataclass(slots=True)
-class _Engine:
-    phase: Phase = Phase.SERVING
-    holds: int | None = None
-    """The version that this attempt sent to this process last; None before that."""
+class _Engine(PhasedEngine):
     is_new: bool = False
     """Its process has been restarted and has not been admitted yet."""
     has_failed: bool = False
@@ -94,13 +94,15 @@ class OwnMembership:
     """The engines of a group in the run's job, by number; all serve at first."""
 
     def __init__(self, num_engines: int = 0) -> None:
-        self._engines = [_Engine() for _ in range(num_engines)]
+        self._engines = [_Engine(Phase.SERVING) for _ in range(num_engines)]
         self._version = 0
         self._sent: int | None = None
         """The version of the last weights that all engines got; those that serve have it."""
         self._must_send = False
         self._connected = {*range(num_engines)}
         """The engines of the trainer's process groups."""
+        self._abandoned = 0
+        """Broadcasts since the last ``forget_restarts``."""
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -110,7 +112,8 @@ class OwnMembership:
         self.forget_restarts()
 
     def forget_restarts(self) -> None:
-        """Count the restarts of each engine from 0 again."""
+        """Count the restarts of each engine and the abandoned broadcasts from 0 again."""
+        self._abandoned = 0
         for engine in self._engines:
             engine.restarts = 0
 
@@ -119,12 +122,22 @@ class OwnMembership:
         self._version, self._must_send = version, True
 
     def failed(self, engines: Iterable[int]) -> None:
-        """Record that engines failed a health check, or are blocked: they have to be stopped."""
+        """Record that engines failed a health check: they have to be stopped."""
+        for number in self._must_stop(engines):
+            self._engines[number].restarts += 1
+
+    def blocked(self, engines: Iterable[int]) -> None:
+        """Record that engines are blocked in a broadcast that a peer has left: they have to be stopped."""
+        self._abandoned += bool(self._must_stop(engines))
+
+    def _must_stop(self, engines: Iterable[int]) -> list[int]:
+        new = []
         for number in engines:
             engine = self._engines[number]
             if engine.phase is not Phase.DOWN and not engine.has_failed:
                 engine.has_failed, engine.problem = True, ""
-                engine.restarts += 1
+                new.append(number)
+        return new
 
     def stopped(self, number: int) -> None:
         """Record that an engine gets no requests and its process is ended."""
@@ -139,14 +152,15 @@ class OwnMembership:
     def _go_down(self, number: int) -> None:
         engine = self._engines[number]
         self._connected.discard(number)
-        engine.phase, engine.holds, engine.is_new = Phase.DOWN, None, False
-        engine.has_failed = engine.is_lent = False
+        engine.change(Phase.DOWN)
+        engine.is_new = engine.has_failed = engine.is_lent = False
 
     def started(self, number: int, problem: str | None = None) -> None:
         """Record the end of a start; ``problem``: its process ended by itself."""
         engine = self._engines[number]
         self._connected.discard(number)
-        engine.phase, engine.holds, engine.is_new = Phase.IDLE, None, True
+        engine.change(Phase.IDLE)
+        engine.is_new = True
         if problem is not None:
             self.failed([number])
             engine.problem = problem
@@ -170,8 +184,8 @@ class OwnMembership:
         """Record that engines get requests."""
         for number in engines:
             engine = self._engines[number]
-            assert engine.holds == self._sent, "an engine is admitted without the weights"
-            engine.phase, engine.is_new = Phase.SERVING, False
+            engine.admit(self._sent)
+            engine.is_new = False
 
     def lend(self, most: int) -> list[int]:
         """Lend up to ``most`` engines, first those that lack weights, but not the last that serves."""
@@ -184,23 +198,27 @@ class OwnMembership:
         chosen = [number for number in free if not self._engines[number].has_failed][:most]
         for number in chosen:
             engine = self._engines[number]
-            engine.is_lent, engine.phase, engine.holds = True, Phase.UPDATING, None
+            engine.change(Phase.UPDATING)
+            engine.is_lent = True
         return chosen
 
-    def evaluates(self, engines: Iterable[int]) -> None:
-        """Record that lent engines have the weights to evaluate, and get requests."""
+    def evaluates(self, engines: Iterable[int], version: int) -> None:
+        """Record that lent engines have the weights of ``version``, and get requests for it."""
         for number in engines:
-            if self._engines[number].is_lent:
-                self._engines[number].phase = Phase.SERVING
+            engine = self._engines[number]
+            if engine.is_lent:
+                engine.change(Phase.IDLE, version)
+                engine.admit(version)
 
     def give_back(self, engines: Iterable[int], version: int | None) -> None:
         """Record that engines are lent no more, and hold ``version``; None: it is unknown."""
         for number in engines:
             engine = self._engines[number]
             if engine.is_lent:
-                engine.is_lent, engine.holds = False, version
-                is_current = version is not None and version == self._sent
-                engine.phase = Phase.SERVING if is_current else Phase.IDLE
+                engine.change(Phase.IDLE, version)
+                engine.is_lent = False
+                if version is not None and version == self._sent:
+                    engine.admit(version)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -219,7 +237,6 @@ class OwnMembership:
 
     @property
     def lent(self) -> list[int]:
-        """The engines that are lent."""
         return self._where(lambda engine: engine.is_lent)
 
     @property
@@ -271,6 +288,8 @@ class OwnMembership:
         failed = self._where(lambda engine: engine.has_failed)
         if may_start:
             for number in (*failed, *self.down):
+                if self._abandoned > MAX_ABANDONED:
+                    return GiveUp(number, _too_many_abandoned(self._abandoned))
                 if self._engines[number].restarts > MAX_RESTARTS:
                     return GiveUp(number, self._engines[number].problem)
         if failed:
@@ -286,3 +305,11 @@ class OwnMembership:
         if idle:
             return Admit(tuple(idle), tuple(one for one in idle if self._engines[one].is_new))
         return None
+
+
+def _too_many_abandoned(number: int) -> str:
+    return (
+        f"{number} broadcasts of weights were abandoned since the last trained batch, or since the last "
+        "evaluation of --eval-engines: each lost a peer. See the ends of engine-*-server.log in the "
+        "attempt's folder; if engines are killed for memory, lower --sglang-mem-fraction-static"
+    )

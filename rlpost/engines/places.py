@@ -1,4 +1,4 @@
-"""Places: which engine gets a request. Engines restart, move, join from a fleet and leave.
+"""Places: which engine gets a request. Engines restart, move, join from other jobs and leave.
 
 Input: the engines that serve, and for each request the tokens to come, its prompt and its
 conversation. Output: an engine with free capacity; requests wait in order while there is none.
@@ -54,7 +54,7 @@ class GivenUp(Exception):
 class Place:
     """A server that answers ``POST /generate``. ``capacity``: most requests in flight.
 
-    ``is_own``: an engine of the run's job, which the driver restarts; others are of a fleet.
+    ``is_own``: an engine of the run's job, which the driver restarts; others joined from other jobs.
     ``num_ranks``: its data-parallel ranks (SGLang's ``dp_size``), each with a KV cache of its own.
     """
 
@@ -112,7 +112,7 @@ class Places:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._own: tuple[Place, ...] = ()
-        self._fleet: tuple[Place, ...] = ()
+        self._joined: tuple[Place, ...] = ()
         self._all: tuple[Place, ...] = ()
         self._by_url: dict[str, Place] = {}
         self._in_flight: Counter[str] = Counter()
@@ -136,28 +136,27 @@ class Places:
     # -- engines -----------------------------------------------------------------------------------
 
     def all(self) -> tuple[Place, ...]:
-        """Return the current places."""
         return self._all
 
     @property
-    def fleet(self) -> tuple[Place, ...]:
-        """The engines of a fleet that serve now."""
-        return self._fleet
+    def joined(self) -> tuple[Place, ...]:
+        """The engines in other jobs that serve now."""
+        return self._joined
 
     def set_own(self, places: Sequence[Place]) -> None:
         """Replace the engines of the run's job; a new one is not avoided."""
         self._own = tuple(places)
         self._replace()
 
-    def set_fleet(self, places: Sequence[Place]) -> None:
-        """Replace the engines of the fleet; a new one is not avoided."""
-        self._fleet = tuple(places)
+    def set_joined(self, places: Sequence[Place]) -> None:
+        """Replace the engines in other jobs; a new one is not avoided."""
+        self._joined = tuple(places)
         self._replace()
 
     def _replace(self) -> None:
         self._count_time()
         before = {place.url for place in self._all}
-        self._all = (*self._own, *self._fleet)
+        self._all = (*self._own, *self._joined)
         self._by_url = {place.url: place for place in self._all}
         now = self._by_url.keys()
         for url in before ^ now:
@@ -179,7 +178,7 @@ class Places:
             self.give_up(url)
 
     def listen(self, listener: Callable[[str, str], None]) -> None:
-        """Call ``listener`` with address and problem of each failed request to the fleet."""
+        """Call ``listener`` with address and problem of each failed request to an engine that joined."""
         self._listener = listener
 
     def failed(self, place: Place, problem: str) -> None:
@@ -306,14 +305,14 @@ class Places:
         self._load[place.url] += request.cost
         self._total_load += request.cost
         self._peak_load = max(self._peak_load, self._total_load)
-        of_conversation = self._homes.get(("conversation", request.conversation))
-        of_prompt = self._homes.get(("prompt", request.prompt))
-        known = [home for home in (of_conversation, of_prompt) if home and home[0] == place.url]
+        conversation_home = self._homes.get(("conversation", request.conversation))
+        prompt_home = self._homes.get(("prompt", request.prompt))
+        known = [home for home in (conversation_home, prompt_home) if home and home[0] == place.url]
         rank = known[0][1] if known else self._next_rank[place.url] % place.num_ranks
         self._next_rank[place.url] += not known
         request.rank = rank if place.num_ranks > 1 else None
         if request.conversation is not None:
-            self._num_moved += of_conversation is not None and of_conversation[0] != place.url
+            self._num_moved += conversation_home is not None and conversation_home[0] != place.url
             self._remember(("conversation", request.conversation), (place.url, rank))
         if request.prompt is not None and self._home_of_prompt(request) is None:
             self._remember(("prompt", request.prompt), (place.url, rank))

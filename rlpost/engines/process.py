@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -138,9 +138,7 @@ class ServerProcess:
             EngineDied: it exited; with the last lines of its log.
             RolloutError: neither happened within ``deadline_s`` seconds; with the same lines.
         """
-        waiting = select.poll()  # not select.select: descriptors may exceed 1023
-        waiting.register(self._ready_fd, select.POLLIN)
-        if not waiting.poll(max(0.0, deadline_s) * 1000):
+        if not wait([self._ready_fd], max(0.0, deadline_s)):
             raise RolloutError(
                 f"{self.name} is not ready after {deadline_s:.0f} s; {self.log_tail()}"
             )

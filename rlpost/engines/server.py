@@ -6,18 +6,14 @@ They include the API key, so it never appears in a command line. Output: the ser
 ``ready_fd`` once it answers. At the end ``scratch``, its folder for temporary files, is removed.
 
 Invariants: the server ends when standard input ends, so it never outlives the process that started
-it; the key is redacted from the log; without CUDA the engine uses the stand-ins of
-``sglang_on_cpu`` and settings that run on CPU; settings of the caller take precedence.
+it; the key is redacted from the log; settings of the caller take precedence over defaults.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -28,21 +24,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-import psutil
-
 from common.addresses import host_port
-from common.cpu_affinity import bind_to_gpus, num_cores, read_siblings
+from common.cpu_affinity import bind_to_gpus
 from common.garbage import paused_for_imports
 from common.local_gpus import hidden_gpu_problem
 from common.log_format import configure_logging
+from rlpost.config.extensions import engine_without_gpus
 from rlpost.config.server_arg_values import typed_args
+from rlpost.engines import model_module
 from rlpost.engines.asgi import App, Receive, Scope, Send, answer_json
 from rlpost.engines.blackwell import updatable_kernels
-from rlpost.engines.cpu_memory import memory_fraction
 from rlpost.engines.cuda_graphs import graph_settings
 from rlpost.engines.engine_activity import EngineActivity
 from rlpost.engines.narrow_routes import NarrowRoutes
 from rlpost.engines.server_proof import ServerProof
+from rlpost.engines.shards.messages import LOADER
 from rlpost.errors import ConfigError
 from rlpost.models import fp8
 from rlpost.models.config_file import read_config
@@ -54,26 +50,6 @@ PAUSED_NICENESS = 10
 """Of engines that are paused while a trainer rank computes on the same CPUs: SGLang 0.5.21 polls
 without a pause then, and ranks with an optimizer on the host need the cores.
 """
-STAND_INS = Path(__file__).with_name("sglang_on_cpu")
-WITHOUT_CUDA: Mapping[str, object] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "lora_backend": "torch_native",
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-    "disable_custom_all_reduce": True,
-    "skip_server_warmup": True,
-    "sleep_on_idle": True,  # an idle scheduler would spin on a core that the trainer needs
-    "max_total_tokens": 16384,
-    "max_running_requests": 64,
-    # A forward pass on a CPU beside other load may take longer than SGLang's 300 s, after which its
-    # scheduler ends itself.
-    "watchdog_timeout": 1800.0,
-}
-
 ON_CUDA: Mapping[str, object] = {"dtype": "bfloat16"}
 """That of the trainer; SGLang's own default is float16 for a checkpoint whose dtype is float32 or
 missing."""
@@ -83,34 +59,25 @@ DEFAULTS: Mapping[str, object] = {
     "log_level_http": "warning",
     # Requests are token ids of text. Otherwise the processor of images is loaded first.
     "enable_multimodal": False,
+    # A weight update sends each rank only what it holds.
+    "custom_weight_loader": [LOADER],
 }
 """Those of every engine."""
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h of glibc
-ONLY_ON_CUDA: Mapping[str, object] = {
-    "enable_memory_saver": False,
-    # The plain-torch attention and experts of SGLang support tensor parallelism only.
-    "enable_dp_attention": False,
-    "enable_dp_lm_head": False,
-    "dp_size": 1,
-    "ep_size": 1,
-    "moe_dense_tp_size": None,
-}
 
+def engine_arguments(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of ServerArgs, from those of the caller and of the device.
 
-def engine_arguments(given: Mapping[str, object], *, has_cuda: bool) -> dict[str, object]:
-    """Return the fields of ServerArgs.
-
-    The given values override the defaults; without CUDA, settings that need it are reset. Shared
-    experts that are not in FP8 as the others must not become one of them: SGLang would load them
-    into its FP8 weights without an error, and leave their scales as they are.
+    Shared experts that are not in FP8 as the others must not become one of them: SGLang would load
+    them into its FP8 weights without an error, and leave their scales as they are. SGLang refuses a
+    custom loader beside ``startup_weight_load_mode`` overlap.
     """
     needed: dict[str, object] = {}
-    if fp8.has_other_shared_experts(_hf_config(given.get("model_path"))):
+    if settings.get("startup_weight_load_mode") == "overlap":
+        needed["custom_weight_loader"] = settings.get("custom_weight_loader")
+    if fp8.has_other_shared_experts(_hf_config(settings.get("model_path"))):
         needed["disable_shared_experts_fusion"] = True
-    if has_cuda:
-        return {**DEFAULTS, **ON_CUDA, **given, **needed}
-    return {**DEFAULTS, **WITHOUT_CUDA, **given, **ONLY_ON_CUDA, **needed}
+    return {**DEFAULTS, **settings, **needed}
 
 
 def not_in_children(fd: int) -> None:
@@ -171,57 +138,18 @@ def redact(secret: str | None) -> None:
     logging.setLogRecordFactory(make_without_secret)
 
 
-def use_stand_ins(num_ranks: int = 1) -> None:
-    """Make the CPU stand-ins importable here and in SGLang's processes.
-
-    All ranks share all cores: SGLang rejects more ranks than NUMA nodes unless the cores of each
-    rank are given.
-    """
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * num_ranks))
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{STAND_INS}:{inherited}" if inherited else str(STAND_INS)
-    sys.path.insert(0, str(STAND_INS))
-    # SGLang's debug dumper imports Megatron-core where it is installed; an engine does not need it.
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    # compiling the MoE router costs more than it saves
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-
-def keep_memory() -> None:
-    """Make malloc reuse freed memory instead of returning it to the system.
-
-    CUDA's allocator does so too. SGLang allocates memory for each bucket of weights; page faults on
-    fresh memory would dominate the update.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def start_by_fork() -> None:
-    """Fork SGLang's processes from this one, which has imported everything.
-
-    Imports dominate their start. SGLang sets "spawn", because CUDA does not survive a fork.
-    """
-    multiprocessing.set_start_method("fork")
-    multiprocessing.set_start_method = lambda *_args, **_options: None
-
-
-def use_threads(num_sharing: int | None) -> None:
-    """Give the operators of each process this share of the cores, or one thread if it is None.
-
-    ``num_sharing`` processes compute on this node at the same time.
-    """
-    import torch
-
-    cpus = os.sched_getaffinity(0)
-    cores = num_cores(cpus, read_siblings(cpus))
-    threads = 1 if num_sharing is None else max(1, cores // num_sharing)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to 1
-    torch.set_num_threads(threads)  # torch read the variable at import
+def engine_on_cuda(
+    arguments: Mapping[str, object], capability: tuple[int, int]
+) -> dict[str, object]:
+    """Prepare this process for SGLang on GPUs; return the fields of ServerArgs."""
+    settings = {**ON_CUDA, **arguments}
+    graphs = graph_settings(settings, os.environ)
+    os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
+    settings |= graphs.server_args
+    if settings.get("enable_memory_saver"):
+        os.nice(PAUSED_NICENESS)
+    hf = _hf_config(settings.get("model_path"))
+    return settings | updatable_kernels(settings, hf, capability)
 
 
 PATH = "/spans"
@@ -270,8 +198,9 @@ def run_engine(
     with paused_for_imports():
         import torch
 
-        has_cuda = torch.cuda.is_available()
-        if not has_cuda:
+        if torch.cuda.is_available():
+            settings = engine_on_cuda(typed_args(arguments), torch.cuda.get_device_capability())
+        else:
             problem = hidden_gpu_problem(
                 os.environ.get("CUDA_VISIBLE_DEVICES", ""),
                 torch_version=torch.__version__,
@@ -279,25 +208,9 @@ def run_engine(
             )
             if problem is not None:
                 raise ConfigError(problem)
-            use_stand_ins(int(arguments.get("tp_size", 1)))
-            use_threads(gpus_per_node)
-            keep_memory()
-            start_by_fork()
-        settings = typed_args(arguments)  # SGLang's names and types
-        if has_cuda:
-            graphs = graph_settings(settings, os.environ)
-            os.environ.update(graphs.environment)  # SGLang's processes read it at graph capture
-            settings |= graphs.server_args
-            if settings.get("enable_memory_saver"):
-                os.nice(PAUSED_NICENESS)
-            capability = torch.cuda.get_device_capability()
-            settings |= updatable_kernels(
-                settings, _hf_config(settings.get("model_path")), capability
-            )
-        elif (folder := Path(str(settings["model_path"]))).is_dir():
-            free = psutil.virtual_memory().available
-            fraction = memory_fraction(folder, {**WITHOUT_CUDA, **settings}, free)
-            settings = {"mem_fraction_static": fraction} | settings
+            settings = engine_without_gpus()(typed_args(arguments), gpus_per_node)
+        architectures = _hf_config(settings.get("model_path")).get("architectures")
+        os.environ.update(model_module.environment(architectures, os.environ))
         from sglang.srt.entrypoints.http_server import app, launch_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
@@ -305,13 +218,13 @@ def run_engine(
 
         load_plugins()  # as SGLang's command does, because plugins may change settings
 
-    server_args = ServerArgs(**engine_arguments(settings, has_cuda=has_cuda))
+    server_args = ServerArgs(**engine_arguments(settings))
     server_args.resolve_once()  # values that follow from others
     app.add_middleware(RequestSpans)
     app.add_middleware(EngineActivity)
     if server_args.api_key:
-        own = host_port(server_args.host, server_args.port)
-        app.add_middleware(ServerProof, key=server_args.api_key, address=own)
+        address = host_port(server_args.host, server_args.port)
+        app.add_middleware(ServerProof, key=server_args.api_key, address=address)
     if server_args.enable_return_routed_experts:
         app.add_middleware(NarrowRoutes)
     try:
@@ -334,13 +247,13 @@ def _hf_config(folder: object) -> HfConfig:
 def prepared_processes(secret: str) -> dict[str, Any]:
     """Prepare this process; return options of ``launch_server`` that prepare SGLang's others."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-    from sglang.srt.managers.scheduler import run_scheduler_process
 
     from rlpost.engines.engine_processes import Guarded, prepare
+    from rlpost.engines.shards.failures import run_scheduler
 
     prepare(secret)
     return {
-        "run_scheduler_process_func": Guarded(run_scheduler_process, secret),
+        "run_scheduler_process_func": Guarded(run_scheduler, secret),
         "run_detokenizer_process_func": Guarded(run_detokenizer_process, secret),
     }
 

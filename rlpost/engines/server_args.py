@@ -89,23 +89,23 @@ def _problem(table: ServerArgTable, setting: str, value: object) -> str | None:
 def _size_problems(server_args: Mapping[str, Any], gpus: int | None) -> Iterator[str]:
     """Yield problems of the parallel sizes inside an engine."""
     replicas = server_args.get("dp_size", 1)
-    of_engine = f"the {gpus} GPUs of an engine" if gpus and gpus > 1 else "the GPU of an engine"
+    gpus_text = f"the {gpus} GPUs of an engine" if gpus and gpus > 1 else "the GPU of an engine"
     if replicas > 1 and not server_args.get("enable_dp_attention"):
         yield (
             f"--sglang-dp-size {replicas}: without data-parallel attention SGLang starts {replicas} whole replicas, "
-            f"which need {replicas} times {of_engine}; add --sglang-enable-dp-attention, or use more engines instead "
+            f"which need {replicas} times {gpus_text}; add --sglang-enable-dp-attention, or use more engines instead "
             "(--rollout-num-gpus, --rollout-num-gpus-per-engine)"
         )
     elif gpus and gpus % replicas:
-        yield f"--sglang-dp-size {replicas}: does not divide {of_engine}; use {listed(divisors(gpus))}"
+        yield f"--sglang-dp-size {replicas}: does not divide {gpus_text}; use {listed(divisors(gpus))}"
     if (stages := server_args.get("pp_size", 1)) > 1:
         yield (
-            f"--sglang-pp-size {stages}: tensor parallelism takes all of {of_engine}, none are left for pipeline "
+            f"--sglang-pp-size {stages}: tensor parallelism takes all of {gpus_text}, none are left for pipeline "
             "stages; leave it out and use a larger --rollout-num-gpus-per-engine"
         )
     dense = server_args.get("moe_dense_tp_size")
     if gpus and dense is not None and dense not in (1, gpus):
-        yield f"--sglang-moe-dense-tp-size {dense}: SGLang knows 1, or all of {of_engine}; use 1 or leave it out"
+        yield f"--sglang-moe-dense-tp-size {dense}: SGLang knows 1, or all of {gpus_text}; use 1 or leave it out"
 
 
 def sglang_flag(name: str) -> str:

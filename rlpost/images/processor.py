@@ -3,7 +3,8 @@
 Engine and trainer must see the same pixels. So an image is scaled here once, and both get the
 result: the engine as a PNG file whose size its own processor keeps, the trainer through
 transformers' processor on PIL, which needs no torchvision. Read: ``smart_resize`` of transformers
-5.12 (``models/qwen2_vl/image_processing_pil_qwen2_vl.py``).
+5.12 (``image_processing_pil_qwen2_vl.py``, ``image_processing_pil_glm46v.py``). Both cut a scaled
+image into the same patches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlpost.errors import ConfigError, ImageError
 from rlpost.images.limits import LIMITS, ImageLimits, open_image
@@ -28,8 +29,38 @@ Grid = tuple[int, int, int]
 
 FILES = (("processor_config.json", "image_processor"), ("preprocessor_config.json", None))
 """Files with the settings of the processor, and the key that has them; the first counts."""
-KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-"""Values of ``image_processor_type`` whose arithmetic stands here: Qwen2-VL to Qwen3.5."""
+
+
+class Bounds(NamedTuple):
+    """How few and how many pixels an image has."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The arithmetic of a processor.
+
+    Attributes:
+        default: bounds where the folder has none.
+        counts_frames: whether the folder's bounds count each frame of a patch.
+        widens: whether an image narrower than a token is first enlarged to a token's side.
+    """
+
+    default: Bounds
+    counts_frames: bool = False
+    widens: bool = False
+
+
+QWEN = Kind(Bounds(56 * 56, 28 * 28 * 1280))
+GLM = Kind(Bounds(112 * 112, 28 * 28 * 15000), counts_frames=True, widens=True)
+KINDS = {
+    f"{name}ImageProcessor{backend}": kind
+    for name, kind in (("Qwen2VL", QWEN), ("Glm4v", GLM), ("Glm46V", GLM))
+    for backend in ("", "Fast", "Pil")
+}
+"""Values of ``image_processor_type``: Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-4.6V."""
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -39,13 +70,15 @@ FIXED = {
     "rescale_factor": 1 / 255,
 }
 """Settings that must have these values: bicubic scaling of 8 bits."""
+OLDER_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Keys of Qwen2-VL, and those in ``size`` that they replace."""
 MOST_ELONGATED = 200
 """Ratio of the sides above which transformers' processor refuses an image."""
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The settings of a processor of the family of Qwen2-VL.
+    """The settings of a processor of the families of Qwen2-VL and GLM-V.
 
     Attributes:
         patch_size: pixels of a side of a patch.
@@ -55,6 +88,7 @@ class ImageProcessor:
         max_pixels: most pixels of one.
         mean: of each channel, subtracted from values between 0 and 1.
         std: of each channel, by which the difference is divided.
+        widens: as ``Kind.widens``.
     """
 
     patch_size: int
@@ -64,6 +98,7 @@ class ImageProcessor:
     max_pixels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    widens: bool = False
     limits: ImageLimits = LIMITS
 
     @classmethod
@@ -78,17 +113,16 @@ class ImageProcessor:
                 not fit.
         """
         file, settings = _settings(Path(model_folder))
-        kind = settings.get("image_processor_type")
-        if kind not in KINDS:
+        name = settings.get("image_processor_type")
+        if name not in KINDS:
             raise ConfigError(
-                f"{file}: image_processor_type {kind!r} is not known; images need one of {', '.join(KINDS)}"
+                f"{file}: image_processor_type {name!r} is not known; images need one of {', '.join(KINDS)}"
             )
         for key, value in FIXED.items():
             if settings.get(key, value) != value:
                 raise ConfigError(f"{file}: {key} = {settings[key]}; images need {value}")
-        size = settings.get("size") or {}
-        least = settings.get("min_pixels") or size.get("shortest_edge", 56 * 56)
-        most = settings.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280)
+        kind, frames = KINDS[name], settings.get("temporal_patch_size", 2)
+        least, most = _bounds(settings, kind, frames, file, max_pixels)
         patch, merge = settings.get("patch_size", 14), settings.get("merge_size", 2)
         token = (patch * merge) ** 2
         fewest = max(2 * least, token)  # below, rounding down often passes the folder's minimum
@@ -99,12 +133,13 @@ class ImageProcessor:
             )
         return cls(
             patch_size=patch,
-            temporal_patch_size=settings.get("temporal_patch_size", 2),
+            temporal_patch_size=frames,
             merge_size=merge,
             min_pixels=least,
             max_pixels=most if max_pixels is None else max_pixels,
-            mean=tuple(settings.get("image_mean") or _CLIP_MEAN),
-            std=tuple(settings.get("image_std") or _CLIP_STD),
+            mean=_of_channels(settings, "image_mean", _CLIP_MEAN, file),
+            std=_of_channels(settings, "image_std", _CLIP_STD, file),
+            widens=kind.widens,
         )
 
     def scaled_size(self, width: int, height: int) -> tuple[int, int]:
@@ -116,16 +151,20 @@ class ImageProcessor:
             ImageError: one side is too many times the other.
         """
         side = self.patch_size * self.merge_size
-        across, down = (round(length / side) * side for length in (width, height))
+        sides = width, height
+        if self.widens and min(sides) < side:
+            widen = max(side / height, side / width)
+            sides = int(width * widen), int(height * widen)
+        across, down = (round(length / side) * side for length in sides)
         if across * down > self.max_pixels:
-            shrink = math.sqrt(width * height / self.max_pixels)
+            shrink = math.sqrt(math.prod(sides) / self.max_pixels)
             across, down = (
-                max(side, math.floor(length / shrink / side) * side) for length in (width, height)
+                max(side, math.floor(length / shrink / side) * side) for length in sides
             )
         elif across * down < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (width * height))
-            across, down = (math.ceil(length * grow / side) * side for length in (width, height))
-        is_even = max(width, height) <= MOST_ELONGATED * min(width, height)
+            grow = math.sqrt(self.min_pixels / math.prod(sides))
+            across, down = (math.ceil(length * grow / side) * side for length in sides)
+        is_even = max(sides) <= MOST_ELONGATED * min(sides)
         is_even &= max(across, down) <= MOST_ELONGATED * min(across, down)
         if not is_even or not self.min_pixels <= across * down <= self.max_pixels:
             raise ImageError(
@@ -197,6 +236,50 @@ class ImageProcessor:
             image_mean=list(self.mean),
             image_std=list(self.std),
         )
+
+
+def _bounds(
+    settings: Mapping[str, Any], kind: Kind, frames: int, file: Path, max_pixels: int | None
+) -> Bounds:
+    """Return the bounds of a scaled image in the folder, in pixels of one frame.
+
+    An engine counts the tokens of an image of GLM-V within the default bounds, whatever the folder
+    says (``get_number_of_image_patches`` of transformers 5.12, called by ``base_processor.py`` of
+    SGLang 0.5.21). Where the counts differ it would tokenize the text of the request again.
+
+    Raises:
+        ConfigError: the folder's bounds are outside of those, and ``max_pixels`` is not within them;
+            or ``size`` lacks one, with which no engine starts.
+    """
+    size = settings.get("size") or {}
+    edges = set(size) | {edge for key, edge in OLDER_KEYS.items() if settings.get(key)}
+    if size and not edges >= set(OLDER_KEYS.values()):
+        raise ConfigError(
+            f"{file}: size = {size}; give shortest_edge and longest_edge, in pixels of the whole image"
+        )
+    least = size.get("shortest_edge", kind.default.least)
+    most = size.get("longest_edge", kind.default.most)
+    if not kind.counts_frames:
+        return Bounds(settings.get("min_pixels") or least, settings.get("max_pixels") or most)
+    largest = most if max_pixels is None else min(most, max_pixels * frames)
+    if least < kind.default.least or largest > kind.default.most:
+        raise ConfigError(
+            f"{file}: size = {least} to {most} pixels, and engines count the tokens of images from "
+            f"{kind.default.least} to {kind.default.most}; use bounds within these, such as the model's page has, or "
+            f"--image-max-pixels of at most {kind.default.most // frames}"
+        )
+    return Bounds(-(-least // frames), most // frames)
+
+
+def _of_channels(
+    settings: Mapping[str, Any], key: str, default: tuple[float, ...], file: Path
+) -> tuple[float, ...]:
+    """Return a number for each channel. Raises ConfigError if there are others than three."""
+    value = settings.get(key, default)
+    numbers = value if isinstance(value, list | tuple) else [value] * len(default)
+    if len(numbers) != len(default) or not all(isinstance(one, int | float) for one in numbers):
+        raise ConfigError(f"{file}: {key} = {value}; images need {len(default)} numbers")
+    return tuple(numbers)
 
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -16,6 +16,8 @@ OF_THE_PATH = (
     *(errno.EINVAL, errno.ENXIO),  # it is not a regular file
 )
 """Errors that say what the path is; another attempt gets the same one."""
+MOST_SHOWN = 300
+"""Characters of a path in a message: base64 without ``data:`` is read as a path, too."""
 PAUSES_S = (0.1, 1.0, 4.0)
 """Before further attempts: NFS returns ESTALE or EIO while a server restarts."""
 
@@ -27,15 +29,17 @@ def read_file(path: Path) -> bytes:
         ImageError: there is no such file, or it is too large or not regular.
         OSError: the storage failed in every attempt.
     """
-    pauses = iter(PAUSES_S)
+    pauses, shown = iter(PAUSES_S), str(path)
+    if len(shown) > MOST_SHOWN:
+        shown = f"{shown[:MOST_SHOWN]}..."
     while True:
         try:
             return read_regular(path, LIMITS.max_bytes)
         except ValueError as error:
-            raise ImageError(f"{path}: cannot be read: {error}") from error
+            raise ImageError(f"{shown}: cannot be read: {error}") from error
         except OSError as error:
             if error.errno in OF_THE_PATH:
-                raise ImageError(f"{path}: cannot be read: {error.strerror}") from error
+                raise ImageError(f"{shown}: cannot be read: {error.strerror}") from error
             pause = next(pauses, None)
             if pause is None:
                 raise

@@ -5,6 +5,9 @@
 
 Invariant: a digest that ``add`` returned has its file, also after a crash of the machine. So a
 record may name it from then on. The second file can be made again from the first.
+
+A file is written under a hidden name that ends with its writer's. A killed writer leaves it; the next
+one removes it (``remove_unfinished``).
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from common.files import discard, sync, write_all
 from rlpost.errors import CheckpointError, ImageError
 from rlpost.images.read_file import read_file
 
+WITH_IMAGES = "+"
+"""Between the fingerprint of prompt files and that of their images; rlpost 0.2 has the first."""
 FOLDER = "images"
 
 
@@ -28,6 +33,7 @@ class ImageStore:
 
     def __init__(self, run_folder: str | Path) -> None:
         self.folder = Path(run_folder) / FOLDER
+        self._writer = secrets.token_hex(4)
         self._synced: set[str] = set()  # digests whose file this process wrote or compared
         self._named: set[Path] = set()  # folders whose names it synced
         self._lock = threading.Lock()
@@ -44,7 +50,7 @@ class ImageStore:
             path = self.path(digest)
             self._make_folder(path.parent)
             if not _holds(path, data):
-                _write(path, data)
+                self._write(path, data)
             sync(path.parent)  # also the name of a file that another attempt wrote before it died
             self._synced.add(digest)
         return digest
@@ -94,11 +100,20 @@ class ImageStore:
             making = self._making.setdefault(path.name, threading.Lock())
         with making:  # the samples of a group ask for the same file at once
             if path.name not in self._synced or not path.is_file():
-                _write(path, make(self.read(digest)))
+                self._write(path, make(self.read(digest)))
                 self._synced.add(path.name)
         with self._lock:
             self._making.pop(path.name, None)
         return path
+
+    def remove_unfinished(self) -> None:
+        """Remove the files that writers of the run before this one did not finish.
+
+        The caller owns the run: no other writer is alive. Those of this writer stay.
+        """
+        for path in self.folder.glob("*/.*"):
+            if not path.name.endswith(f".{self._writer}"):
+                discard(path)
 
     def _make_folder(self, folder: Path) -> None:
         """Create the folder of a file and the store's own, with durable names.
@@ -114,8 +129,24 @@ class ImageStore:
                 sync(path.parent)
                 self._named.add(path)
 
+    def _write(self, path: Path, data: bytes) -> None:
+        """Write a file under a temporary name, sync and rename it."""
+        thread = threading.get_ident()  # two may write the same file at once
+        beside = path.with_name(f".{path.name}.{thread}.{self._writer}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            descriptor = os.open(beside, flags, 0o600)
+            try:
+                write_all(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(beside, path)
+        except BaseException:
+            discard(beside)
+            raise
+
     def path(self, digest: str) -> Path:
-        """Return the file of a digest."""
         return self.folder / digest[:2] / digest
 
 
@@ -125,20 +156,3 @@ def _holds(path: Path, data: bytes) -> bool:
         return path.stat().st_size == len(data) and path.read_bytes() == data
     except FileNotFoundError:
         return False
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, sync and rename it."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        descriptor = os.open(beside, flags, 0o600)
-        try:
-            write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(beside, path)
-    except BaseException:
-        discard(beside)
-        raise

@@ -54,14 +54,21 @@ def language_model(config: HfConfig) -> HfConfig:
 def tied_problem(config: HfConfig) -> str | None:
     """Return why it is not known whether the output layer is the embedding; None if it is.
 
-    transformers reads the key of the whole, some engines that of the language model.
+    transformers (5.12) reads the key of the whole, as false if it is missing. So does SGLang (0.5.21)
+    for the models whose encoder the trainer has: transformers writes another value into the language
+    model of Qwen3-VL with experts. For the others SGLang reads that of the language model.
     """
     text = config.get(NESTED) or {}
-    whole, of_text = config.get(TIED), text.get(TIED)
-    if None in (whole, of_text) or whole == of_text:
+    whole, nested = config.get(TIED), text.get(TIED)
+    known = family_of(language_model(config))
+    if known is not None and known.vision is not None:
+        is_known = whole is not None or not nested
+    else:
+        is_known = None in (whole, nested) or whole == nested
+    if is_known:
         return None
     return (
-        f"{TIED} is {whole} in config.json and {of_text} in its {NESTED}; give both the value of the "
+        f"{TIED} is {whole} in config.json and {nested} in its {NESTED}; give both the value of the "
         "weights: true where they have no lm_head.weight"
     )
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import MTP_LAYER, Rule
 from rlpost.models.rope import axis_sections
 
+EncoderLayers = Literal["plain", "gated", "glm"]
+"""Layers of Qwen3-VL's, of Qwen2.5-VL's, and of GLM-V's encoder of images."""
 DEEP_LAYERS = "deepstack_visual_indexes"
 STACKED = ".mlp.experts.gate_up_proj"
 """End of the name of a tensor with a weight of all experts of a layer."""
@@ -31,7 +33,7 @@ def _no_fields(hf: HfConfig) -> MegatronFields:
 class Vision:
     """The encoder of images that the trainer runs before a language model.
 
-    Positions have three axes, whose frequencies take turns (interleaved M-RoPE of Qwen3-VL).
+    Positions have three axes.
     """
 
     tower: str
@@ -42,6 +44,10 @@ class Vision:
     """
     prefix: str = "model.visual."
     """Prefix of its weights."""
+    interleaved_mrope: bool = True
+    """Whether it has interleaved M-RoPE, see ``AxisSections``."""
+    layers: EncoderLayers = "plain"
+    """The kind of its layers, for ``rlpost.config.plan.vision``."""
 
     def num_deep_layers(self, hf: HfConfig) -> int:
         """Return how many first layers of the language model add features of images."""
@@ -59,8 +65,10 @@ class Vision:
                 f"out_hidden_size = {sizes['out_hidden_size']} of its vision_config is not "
                 f"hidden_size = {hf['hidden_size']}"
             )
-        if axis_sections(hf) is None:
-            return "its rope_parameters have no mrope_section with mrope_interleaved = true"
+        sections, interleaved = axis_sections(hf), self.interleaved_mrope
+        if sections is None or sections.interleaved != interleaved:
+            needed_rope = f"mrope_section with mrope_interleaved = {interleaved}".lower()
+            return f"its rope_parameters have no {needed_rope}"
         return None
 
 
@@ -107,6 +115,12 @@ class Family:
 
     It sets ``is_layer_sparse = True`` in ``models/qwen2_moe.py``, ``qwen3_moe.py`` and
     ``qwen3_next.py`` (0.5.21).
+    """
+    engines_lack_nested_rotary_factor: bool = False
+    """Whether SGLang reads ``partial_rotary_factor`` at the top level alone.
+
+    ``configs/qwen3_next.py`` (0.5.21), also the base of ``qwen3_5.py``, has 0.25 where it is only in
+    ``rope_parameters``.
     """
     engines_lack_fp8_scales: bool = False
     """Whether SGLang loads FP8 blocks without their scales.

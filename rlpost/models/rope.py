@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from rlpost.errors import WeightError
 from rlpost.models.model_types import HfConfig
@@ -102,14 +102,31 @@ def local_rope(hf: HfConfig) -> RopeOptions | None:
     return {"rope_theta": hf[LOCAL_BASE]} if LOCAL_BASE in hf else None
 
 
-def axis_sections(hf: HfConfig) -> tuple[int, ...] | None:
-    """Return how many frequencies rotate by the frame, the row and the column of an image.
+class AxisSections(NamedTuple):
+    """Which frequencies of a head rotate by the frame, the row and the column of an image."""
 
-    They take turns: frame, row, column, frame, ... None where config.json has other ones.
+    sizes: tuple[int, ...]
+    """How many rotate by each of the three."""
+    interleaved: bool
+    """Whether M-RoPE is interleaved: frame, row, column, frame, ... (Qwen3-VL); those after the last
+    column rotate by the frame. Otherwise each axis has one section after the other (Qwen2.5-VL, GLM-V).
     """
+
+    def of_axis(self, axis: int, count: int) -> range:
+        """Return the frequencies, of ``count``, that rotate by the row (axis 1) or column (2)."""
+        if self.interleaved:
+            return range(axis, min(3 * self.sizes[axis], count), 3)
+        first = sum(self.sizes[:axis])
+        return range(first, min(first + self.sizes[axis], count))
+
+
+def axis_sections(hf: HfConfig) -> AxisSections | None:
+    """Return the sections of a model with images; None where config.json has none."""
     options = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     sections = options.get("mrope_section")
-    return tuple(sections) if sections and options.get("mrope_interleaved") else None
+    return (
+        AxisSections(tuple(sections), bool(options.get("mrope_interleaved"))) if sections else None
+    )
 
 
 def rope_type(options: RopeOptions) -> str:

@@ -171,7 +171,9 @@ _ROWS = (
     ("engines/slowest_pace", "", "tokens a second of the slowest engine / the median engine's"),
     ("sync/weights_bytes", "bytes",
      "bytes of all weights sent; with mode adapter, of the files written"),
-    ("sync/update_s", "s", "from pausing the engines until they resume"),
+    ("sync/update_s", "s",
+     "from pausing the engines until they resume: generation stalls; with slices, the plan after a "
+     "connection and a second attempt with all weights are included; see goodput, updating"),
     ("checkpoint/blocking_s", "s",
      "time that saving blocked training; a wait of the next optimizer step is a trace span"),
     ("checkpoint/total_s", "s", "from the start of saving until the commit"),

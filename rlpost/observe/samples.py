@@ -40,7 +40,7 @@ class RecordedAnswer(TypedDict, total=False):
     num_tokens: int
     finish: str
     images: list[str]
-    """Digests of the images of the prompt, files of RUN/images; absent if there are none."""
+    """Digests of the images of prompt and answer, files of RUN/images; absent if there are none."""
 
 
 Decode = Callable[[Sequence[int]], str]

@@ -102,8 +102,10 @@ class MetricsWriter:
         return True
 
     def close(self) -> None:
-        """Retry failed writes once and stop writing."""
-        self._file.close()
+        """Retry failed writes once, and close the file unless a write still hangs."""
+        if self._file.close() and self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def rewind(self, step: int) -> None:
         """Remove all lines after ``step`` and all damaged lines. Raises OSError and Fenced."""
@@ -121,7 +123,7 @@ class MetricsWriter:
         if self._show is not None:
             self._show(step, groups)
 
-    def _mirror(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _mirror(self, step: int, metrics: Mapping[str, object]) -> None:
         if self._also is not None:
             self._also(step, with_nan(metrics))
 
@@ -236,7 +238,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [with_nan(line) for line in read_lines(path).lines]
 
 
-def with_nan(line: Mapping[str, Any]) -> dict[str, Any]:
+def with_nan(line: Mapping[str, object]) -> dict[str, Any]:
     """Return a line with NaN in place of None.
 
     >>> with_nan({"step": 1, "x": None})

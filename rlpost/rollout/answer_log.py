@@ -112,7 +112,6 @@ class AnswerLog:
 
     @property
     def records(self) -> bool:
-        """Whether anything is recorded."""
         return self._journal.is_written
 
     def add_step(self, number: int, step: Mapping[str, object], state: bytes | None = None) -> None:
@@ -176,7 +175,6 @@ class _Stream:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew."""
         self.name, self.num_tokens = secrets.token_hex(4), 0
 
 

@@ -114,7 +114,6 @@ class _Finished:
         return len(self.by_id)
 
     def add(self, group: SampleGroup) -> None:
-        """Add a group."""
         self.by_id[group.prompt_id] = group
         self._by_version.setdefault(group.oldest_version, {})[group.prompt_id] = group
 

@@ -418,18 +418,15 @@ class Replay:
         return groups
 
     def mark_trained(self) -> None:
-        """See ``Collector``."""
         self._buffer.mark_trained()
 
     async def prepare_update(self) -> None:
         """Do nothing: no group is running."""
 
     def mark_synced(self, version: int) -> None:
-        """See ``Collector``."""
         self._buffer.version = version
 
     def pending(self) -> tuple[Mapping[str, int], Backlog]:
-        """See ``Collector``."""
         return self._cursor.state(), self._buffer.backlog()
 
     def wants_weights(self) -> bool:

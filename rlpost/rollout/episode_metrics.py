@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 
 from rlpost.algorithm.answers import Answer, answers_of
 from rlpost.algorithm.evaluation_statistics import mean
-from rlpost.rollout.episode_results import ENV, NUM_TURNS, SIDE_TOKENS
 from rlpost.types import SampleGroup
+
+ENV, NUM_TURNS, SIDE_TOKENS = "env", "num_turns", "side_tokens"
+"""Keys of ``Sample.extra``, beside the reward (``rlpost.tasks.reward.given``)."""
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -22,11 +24,11 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """
     by_label: defaultdict[str, list[list[Answer]]] = defaultdict(list)  # episodes by prompt
     for group in groups:
-        of_group: defaultdict[str, list[Answer]] = defaultdict(list)
+        by_group: defaultdict[str, list[Answer]] = defaultdict(list)
         for answer in answers_of(group):
             if ENV in answer.samples[0].sample.extra:
-                of_group[str(answer.samples[0].sample.extra[ENV])].append(answer)
-        for label, episodes in of_group.items():
+                by_group[str(answer.samples[0].sample.extra[ENV])].append(answer)
+        for label, episodes in by_group.items():
             by_label[label].append(episodes)
     every = [answer for prompts in by_label.values() for each in prompts for answer in each]
     metrics: dict[str, float] = {}

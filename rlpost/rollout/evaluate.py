@@ -82,9 +82,9 @@ async def evaluate(
             f"the gradings of all {len(prompts)} prompts were lost: there is nothing to evaluate"
         )
     show(groups)
-    of_environments = {
+    environment_means = {
         name.removesuffix("_mean"): value
         for name, value in episode_metrics(groups).items()
         if name.endswith(EVALUATED)
     }
-    return summarise(groups) | pass_rates(groups) | of_environments
+    return summarise(groups) | pass_rates(groups) | environment_means

@@ -122,6 +122,8 @@ class _Trial:
             return f"a group of prompt {prompt_id}, for which the run does not wait at step {step}"
         if meta.get("prompt") not in (None, prompt_digest(prompt)):
             changed = "--prompt-data or the tokenizer has changed"
+            if prompt.images:
+                changed = "--prompt-data, the file of an image or the tokenizer has changed"
             return f"answers to prompt {prompt_id}, which reads differently now: {changed}"
         newest = self._newest_usable
         if newest is not None and meta["newest_version"] > newest:

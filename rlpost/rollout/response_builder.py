@@ -19,11 +19,18 @@ from rlpost.engines.answer import MASK_FIELD, Answer
 from rlpost.engines.answer_routes import AnswerRoutes
 from rlpost.engines.connection import Connection
 from rlpost.errors import DataError, RolloutError
+from rlpost.images.tokens import MARK, KnownImage
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.tasks.vocabulary import unknown_id
-from rlpost.types import FinishReason, Prompt, Sample
+from rlpost.types import FinishReason, ImageSpan, Prompt, Sample
 
+CHARS_PER_TOKEN = 4
+"""Of a text that may exceed the limit."""
+SLICE_CHARS = 16384
+"""Of a long text, which is tokenised in slices until the limit is exceeded."""
+TOKENS_ACROSS = 64
+"""A slice may have so many tokens more than its part of the whole text has."""
 MAX_EMPTY_ANSWERS = 100  # consecutive responses that were aborted before the first token
 
 
@@ -111,6 +118,9 @@ class ResponseBuilder:
         self._spans = list(so_far.versions.runs) if so_far else []
         self._routes = _routes(connection, so_far)
         self.text = so_far.text if so_far else ""
+        self.images = tuple(prompt.images if so_far is None else so_far.images)
+        """The images of prompt and answer so far."""
+        self._is_full = False  # an image of a tool did not fit
         self._unversioned = 0  # tokens of tools before the model's first
         self._turn_at = 0  # start of the current turn in the ids
         self._before = ""  # the text before it
@@ -150,9 +160,9 @@ class ResponseBuilder:
         """Number of tokens that may still be added.
 
         None after a sampled token of an image, or the text of one: an engine would look for the
-        image.
+        image. None after an image that did not fit, which is not cut.
         """
-        if self._has_image_mark():
+        if self._is_full or self._has_image_mark():
             return 0
         remaining = self.sampling.max_new_tokens - self.num_tokens
         if self.sampling.max_context_len is not None:
@@ -193,14 +203,12 @@ class ResponseBuilder:
                 what,
                 input_ids,
                 params.to_sglang(),
-                images=self.prompt.images,
+                images=self.images,
                 fields=fields,
                 prompt=self.prompt.prompt_id,
                 turn_of=self.conversation,
             )
-            answer = await self.log.respond(
-                input_ids, params.to_sglang(), ask, images=self.prompt.images
-            )
+            answer = await self.log.respond(input_ids, params.to_sglang(), ask, images=self.images)
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break
@@ -214,23 +222,63 @@ class ResponseBuilder:
         self._texts = []
         return self.text[len(self._before) :]
 
-    def insert(self, text: str) -> None:
-        """Add the output of a tool, masked out of the loss.
+    def insert(self, output: str | Sequence[str | KnownImage]) -> None:
+        """Add the output of a tool, a text or texts and stored images, masked out of the loss.
 
-        Tokens beyond the limit are truncated, and the text of the answer with them.
+        Tokens beyond the limit are truncated, and the text of the answer with them. An image that
+        does not fit is left out whole, and ends the answer. In the text an image is ``<image>``.
 
         Raises:
             DataError: the model does not know an id of the text.
         """
         assert self._codec is not None, "the output of a tool needs a tokenizer"
-        token_ids = IntColumn.of(self._codec.encode(text))
-        kept = token_ids[: self.remaining_tokens]
-        self.insert_ids(token_ids)
-        self.text += text if len(kept) == len(token_ids) else self._codec.decode(kept)
+        parts = (output,) if isinstance(output, str) else output
+        pieces, images = list[IntColumn](), list[ImageSpan]()
+        start = len(self.prompt.token_ids) + self.num_tokens
+        for part in parts:
+            spans: tuple[ImageSpan, ...] = ()
+            if isinstance(part, str):
+                ids = IntColumn.of(self._codec.encode(self._beginning(part)))
+            else:
+                assert self.connection.images is not None, "an image for a model that reads text"
+                tokens, frame = self.connection.images.tokens, self.connection.images.frame
+                ids, spans = tokens.expand(frame, [part], start=start)
+            pieces.append(ids)
+            images += spans
+            start += len(ids)
+        token_ids, before = IntColumn.joined(pieces), self.num_tokens
+        self.insert_ids(token_ids, images)
+        kept = token_ids[: self.num_tokens - before]
+        whole = "".join(part if isinstance(part, str) else MARK for part in parts)
+        self.text += whole if len(kept) == len(token_ids) else self._codec.decode(kept)
 
-    def insert_ids(self, ids: Sequence[int]) -> None:
-        """Like ``insert``, with token ids; the text of the answer does not contain them."""
-        token_ids = IntColumn.of(ids)[: self.remaining_tokens]
+    def _beginning(self, text: str) -> str:
+        """Return a text, or of one far beyond the limit a beginning that exceeds it, too.
+
+        An environment's server may answer with megabytes, which take seconds to tokenise.
+        """
+        assert self._codec is not None
+        remaining, count = self.remaining_tokens, 0
+        if len(text) <= max(CHARS_PER_TOKEN * remaining, SLICE_CHARS):
+            return text
+        for end in range(SLICE_CHARS, len(text), SLICE_CHARS):
+            ids = self._codec.encode(text[end - SLICE_CHARS : end])
+            count += max(0, len(ids) - TOKENS_ACROSS)
+            if count > remaining:
+                return text[:end]
+        return text
+
+    def insert_ids(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> None:
+        """Like ``insert``, with token ids; the text of the answer does not contain them.
+
+        ``images``: those in ``ids``, with positions in prompt and answer.
+        """
+        start, remaining = len(self.prompt.token_ids) + self.num_tokens, self.remaining_tokens
+        unfit = next((span for span in images if span.end - start > remaining), None)
+        if unfit is not None:
+            remaining, self._is_full = min(remaining, unfit.start - start), True
+        token_ids = IntColumn.of(ids)[:remaining]
+        self.images += tuple(span for span in images if span.end - start <= remaining)
         unknown = unknown_id(token_ids, self._vocab_size)
         if unknown is not None:
             raise DataError(
@@ -239,7 +287,6 @@ class ResponseBuilder:
             )
         length = len(token_ids)
         if self._routes is not None:
-            start = len(self.prompt.token_ids) + self.num_tokens
             self._routes.inserted(range(start, start + length))
         self._pieces.append(_Piece(token_ids, FloatColumn.zeros(length), RunColumn([(0, length)])))
         if self._spans:
@@ -265,7 +312,7 @@ class ResponseBuilder:
             version_spans=tuple(self._spans) if len(self._spans) > 1 else (),
             routes=None if self._routes is None else self._routes.column(),
             sampling_mask=whole.sampled_from,
-            images=self.prompt.images,
+            images=self.images,
         )
 
     def _has_image_mark(self) -> bool:
@@ -273,9 +320,10 @@ class ResponseBuilder:
         images, answer = self.connection.images, self.response_ids
         if images is None or not answer:
             return False
-        if images.tokens.count(answer):
+        own = [span for span in self.images if span.start >= len(self.prompt.token_ids)]
+        if images.tokens.count(answer) != sum(span.num_tokens for span in own):
             return True
-        return not images.is_readable(self.prompt.token_ids + answer, self.prompt.images)
+        return not images.is_readable(self.prompt.token_ids + answer, self.images)
 
     def _joined(self) -> _Piece:
         """Return the whole answer as one piece."""

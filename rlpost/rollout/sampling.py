@@ -89,5 +89,4 @@ def eval_sampling(
 
 
 def _first(*values: T | None) -> T:
-    """Return the first value that is not None."""
     return next(value for value in values if value is not None)

@@ -64,11 +64,11 @@ class TeacherServer:
                 entries, _ = await self._scores({"text": text, "logprob_start_len": 0})
             except GradingLost as lost:
                 raise RolloutError(f"{lost}; start the teacher before the run") from lost
-            theirs, own = [entry[1] for entry in entries], list(encode(text))
-            if not _are_same(theirs, own):
+            theirs, ours = [entry[1] for entry in entries], list(encode(text))
+            if not _are_same(theirs, ours):
                 raise ConfigError(
                     f"{self._where}: the teacher's tokenizer is not that of "
-                    f"--hf-checkpoint: {text[:20]!r} is {theirs[:8]} there and {own[:8]} here; "
+                    f"--hf-checkpoint: {text[:20]!r} is {theirs[:8]} there and {ours[:8]} here; "
                     "distillation needs a teacher with the same tokenizer"
                 )
 

@@ -42,7 +42,7 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
-def _message(message: Any, what: str, *, takes_images: bool) -> dict[str, object]:
+def _message(message: object, what: str, *, takes_images: bool) -> dict[str, object]:
     message = without_nulls(message) if isinstance(message, dict) else message
     fields = message if isinstance(message, dict) else {}
     content = fields.get("content", "" if fields.get("tool_calls") else None)
@@ -104,7 +104,7 @@ def is_image_part(part: object) -> bool:
     return isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text"
 
 
-def text_parts(content: Any) -> list[str]:
+def text_parts(content: object) -> list[str]:
     """Return the texts of a message: of its parts, or the one that it is."""
     if isinstance(content, list):
         return [str(part.get("text") or "") for part in content if part.get("type") == "text"]

@@ -14,7 +14,7 @@ import binascii
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,12 +23,34 @@ from rlpost.errors import DataError, ImageError
 from rlpost.images.limits import LIMITS, open_image
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.read_file import read_file
-from rlpost.images.tokens import MARK, ImageMarks, ImageTokens
+from rlpost.images.tokens import MARK, ImageMarks, ImageTokens, KnownImage
+from rlpost.tasks.messages import text_parts
 from rlpost.types import ImageSpan
 
 IMAGE: Mapping[str, object] = {"type": "image"}
 SOURCES = ("bytes", "image", "image_url", "url", "path")
 """Keys of a part, or of an object, that may have the source of an image, the first that is set."""
+DESCRIPTIONS = (
+    "alt",
+    "caption",
+    "detail",
+    "filename",
+    "format",
+    "height",
+    "id",
+    "mime_type",
+    "mode",
+    "name",
+    "width",
+)
+"""Further keys of a part without a source. Any other may be a source that is not read."""
+RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys with which qwen-vl-utils resizes one image. Any other beside a source describes it as it is."""
+VIDEO_MARK, VIDEO_KEYS = "<video>", ("videos", "video")
+"""Text and keys of a row that stand for a video in verl, ms-swift and LLaMA-Factory."""
+PROBE = "a-plain-text"
+PATH_MAX = 4096
+"""Bytes of a path in Linux, with the one that ends it (``limits.h``)."""
 _DATA_URL = re.compile(r"data:[^,]*?;base64,", re.IGNORECASE)
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -43,22 +65,30 @@ def with_parts(
     Content without an image is unchanged.
 
     Args:
-        values: those under --multimodal-keys: a list, one source, or None.
+        values: those under --multimodal-keys: a list, one source, or None or an empty text.
         what: the place of the row, for messages.
 
     Raises:
-        DataError: there are more or fewer images than marks, or a part is of another kind.
+        DataError: there are more or fewer images than marks, a part is of another kind, or has a
+            key that would change its image.
     """
-    waiting = list(values) if isinstance(values, list) else [] if values is None else [values]
+    one = [] if values is None or values == "" else [values]
+    waiting = list(values) if isinstance(values, list) else one
     num_given, sources = len(waiting), list[object]()
 
-    def take(own: object) -> Message:
-        if own is None and not waiting:
+    def take(source: object, index: object = None) -> Message:
+        number = num_given - len(waiting)
+        if source is None and index not in (None, number):
+            raise DataError(
+                f"{what}: a part with index {index!r} where image {number} of the row is next; give the "
+                "images in the order of the parts"
+            )
+        if source is None and not waiting:
             raise DataError(
                 f"{what}: more marks of images than its {num_given} images; give one for each {MARK} and "
                 "each part of type image"
             )
-        sources.append(waiting.pop(0) if own is None else own)
+        sources.append(waiting.pop(0) if source is None else source)
         return IMAGE
 
     def parts_of(message: Message) -> Message:
@@ -74,7 +104,7 @@ def with_parts(
                     parts.append(take(None))
                     parts += [] if text is None else [text]
             else:
-                parts.append(take(_source_of_part(piece, what)))
+                parts.append(take(_source_of_part(piece, what), piece.get("index")))
         has_image = any(part is IMAGE for part in parts)
         return {**message, "content": parts} if has_image else message
 
@@ -93,7 +123,35 @@ def _source_of_part(part: Message, what: str) -> object:
     kind = part.get("type")
     if kind not in ("image", "image_url"):
         raise DataError(f"{what}: a part of type {kind!r}; parts are of type text or image")
-    return next((part[key] for key in SOURCES if part.get(key) is not None), None)
+    source = next((part[key] for key in SOURCES if part.get(key) is not None), None)
+    plain = ("type", "index", *SOURCES, *DESCRIPTIONS)
+    others = [key for key in part if key not in plain] if source is None else [*RESIZING, "text"]
+    if lost := _lost(part, others):
+        raise DataError(f"{what}: a part of type {kind} with {lost}")
+    return source
+
+
+def _lost(described: Mapping[str, object], keys: Iterable[str]) -> str:
+    """Return those of ``keys`` that an image has, and the remedy; empty without one."""
+    lost = [key for key in keys if described.get(key) not in (None, "", [], {})]
+    if not lost:
+        return ""
+    return (
+        f"{', '.join(lost)}, which would have no effect; remove it, or give the image as it is to be seen, "
+        f"under one of {', '.join(SOURCES)} (--image-max-pixels bounds all images)"
+    )
+
+
+def check_no_video(row: Mapping[str, object], content: str | Sequence[Message], what: str) -> None:
+    """Raise DataError if the row has a video and a mark of it, which a model would read as text."""
+    messages = [{"content": content}] if isinstance(content, str) else content
+    texts = (text for message in messages for text in text_parts(message.get("content")))
+    key = next((key for key in VIDEO_KEYS if row.get(key)), None)
+    if key is not None and any(VIDEO_MARK in text for text in texts):
+        raise DataError(
+            f"{what}: {VIDEO_MARK} in its text and {key!r} beside it; videos are not read, remove the row, or "
+            f"give frames as images, each with {MARK}"
+        )
 
 
 def image_bytes(source: object, folder: Path) -> bytes:
@@ -103,11 +161,7 @@ def image_bytes(source: object, folder: Path) -> bytes:
         ImageError: the source is remote, missing, too large or of another kind.
         OSError: the storage failed.
     """
-    if isinstance(source, dict):
-        inner = next((source[key] for key in SOURCES if source.get(key)), None)
-        if inner is None:
-            raise ImageError(f"an image without a source: an object with {list(source)}")
-        return image_bytes(inner, folder)
+    source = _innermost(source)
     if not isinstance(source, str) or not source.strip():
         raise ImageError(f"an image is {_shown(source)}; give a path, a data URL or bytes")
     if match := _DATA_URL.match(source):
@@ -123,7 +177,45 @@ def image_bytes(source: object, folder: Path) -> bytes:
         raise ImageError(
             f"the address {_shown(source)}; images are read from files, download it and give the path"
         )
-    return read_file(folder / os.path.expanduser(source))
+    if not _is_path(source):
+        raise ImageError(
+            f"a text of {len(source)} characters that is neither a path nor a data URL; write "
+            "data:image/png;base64, before base64"
+        )
+    return read_file(_path(source, folder))
+
+
+def image_path(source: object, folder: Path) -> Path | None:
+    """Return the file that a source names, which may be missing; None for bytes and what is refused."""
+    try:
+        inner = _innermost(source)
+    except ImageError:
+        return None
+    if not isinstance(inner, str) or not inner.strip() or inner.startswith("data:"):
+        return None
+    is_elsewhere = _DATA_URL.match(inner) or _REMOTE.match(inner) or not _is_path(inner)
+    return None if is_elsewhere else _path(inner, folder)
+
+
+def _innermost(source: object) -> object:
+    """Return the path, URL or data URL in a source. Raises ImageError if an object has none."""
+    while isinstance(source, dict):
+        if lost := _lost(source, RESIZING):
+            raise ImageError(f"an object with {lost}")
+        inner = next((source[key] for key in SOURCES if source.get(key)), None)
+        if inner is None:
+            raise ImageError(f"an image without a source: an object with {list(source)}")
+        source = inner
+    return source
+
+
+def _is_path(text: str) -> bool:
+    """Whether a file may have this name; base64 without the beginning of a data URL is longer."""
+    return len(text) < PATH_MAX and "\0" not in text
+
+
+def _path(source: str, folder: Path) -> Path:
+    return folder / os.path.expanduser(source)
 
 
 def _shown(source: object) -> str:
@@ -140,6 +232,30 @@ def check_images(sources: Sequence[object], folder: Path, processor: ImageProces
                 processor.grid(*image.size)
         except ImageError as error:
             raise ImageError(f"image {number}: {error}") from error
+
+
+def image_frame(
+    tokenize: Callable[[Sequence[Message]], tuple[str, Sequence[int]]],
+    encode: Callable[[str], Sequence[int]],
+    tokens: ImageTokens,
+) -> tuple[int, ...]:
+    """Return the tokens that a chat template writes for an image between two texts.
+
+    Args:
+        tokenize: returns the text of messages first.
+        encode: returns the tokens of a text, special tokens included.
+
+    Returns:
+        the tokens, one of them of the image; empty if the template writes none.
+    """
+    text = {"type": "text", "text": PROBE}
+    try:
+        whole, _ = tokenize([{"role": "user", "content": [text, IMAGE, text]}])
+    except DataError:
+        return ()
+    pieces = whole.split(PROBE)
+    frame = tuple(encode(pieces[1])) if len(pieces) == 3 else ()
+    return frame if frame.count(tokens.image) == tokens.count(IntColumn(frame)) == 1 else ()
 
 
 def digest_of(data: bytes) -> str:
@@ -187,31 +303,25 @@ class PromptImages:
                 f"engines find {num_marks} images in the rendered prompt, which has {expected}; remove the texts "
                 f"{', '.join(sorted(self.marks.texts))} from its tools, tool calls and chat template"
             )
-        whole, spans, waiting = list[int](), list[ImageSpan](), iter(enumerate(sources, 1))
-        for token in ids:
-            if token != self.tokens.image:
-                whole.append(token)
-                continue
-            number, source = next(waiting)
+        images = list[KnownImage]()
+        for number, source in enumerate(sources, 1):
             try:
-                digest, grid = self._read(image_bytes(source, folder))
+                images.append(self._read(image_bytes(source, folder)))
             except ImageError as error:
                 raise ImageError(f"image {number}: {error}") from error
-            count = self.processor.tokens_of(grid)
-            spans.append(ImageSpan(digest, len(whole), count, grid))
-            whole += [token] * count
-        return IntColumn(whole), tuple(spans)
+        return self.tokens.expand(ids, images)
 
     def read_all(self, sources: Sequence[object], folder: Path) -> None:
         """Store images, so that ``expanded`` finds them. Raises ImageError."""
         for source in sources:
             self._read(image_bytes(source, folder))
 
-    def _read(self, data: bytes) -> tuple[str, tuple[int, int, int]]:
-        """Return digest and grid of an image; each is decoded once."""
+    def _read(self, data: bytes) -> KnownImage:
+        """Return an image, which is decoded once."""
         digest = digest_of(data)
         if digest not in self._grids:
             grid = self.processor.grid(*open_image(data).size)
             self.keep(data)
             self._grids[digest] = grid
-        return digest, self._grids[digest]
+        grid = self._grids[digest]
+        return KnownImage(digest, grid, self.processor.tokens_of(grid))

@@ -1,4 +1,4 @@
-"""Derive the arguments of the prompt reader from the settings; check and digest the prompt files.
+"""Derive the arguments of the prompt reader from the settings; check the prompt files.
 
 Input: the table [rollout] of a run, or as an evaluation set overrides it. Output: the keys of a row
 and the maximum prompt length, or an error for the first invalid file.
@@ -6,22 +6,20 @@ and the maximum prompt length, or an error for the first invalid file.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import BinaryIO
 
 from rlpost.config.groups.rollout import RolloutConfig
 from rlpost.config.tree import Config
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.images.processor import ImageProcessor
-from rlpost.images.tokens import ImageMarks, ImageTokens, check_encoder
+from rlpost.images.tokens import ImageMarks, ImageTokens, check_encoder, check_padding
+from rlpost.tasks.examples import ExampleTokenizer
+from rlpost.tasks.fingerprint import image_states
 from rlpost.tasks.passed_checks import PassedCheck
 from rlpost.tasks.prompt_images import PromptImages, digest_of
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file
 from rlpost.tasks.rows import split_source
-from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.tasks.vocabulary import vocabulary_size
 
@@ -84,16 +82,18 @@ def prompt_set(
 ) -> PromptSet:
     """Return the prompts of files as a run reads them, with the keys of ``rollout``.
 
-    ``keep`` stores an image and returns its digest. Raises ConfigError as ``image_processor``.
+    ``keep`` stores an image and returns its digest. Raises ConfigError as ``image_processor`` and
+    ``check_padding``.
 
-    Rows of a ``SupervisedTokenizer`` are trained; --rollout-max-context-len then bounds prompt and
+    Rows of an ``ExampleTokenizer`` are trained; --rollout-max-context-len then bounds prompt and
     response together. ``skip_bad``: default by --bad-prompts. Raises DataError for an unreadable
     file.
     """
-    whole = tokenizer.whole if isinstance(tokenizer, SupervisedTokenizer) else None
+    whole = tokenizer.whole if isinstance(tokenizer, ExampleTokenizer) else None
     is_trained = whole is not None
     processor, images = image_processor(config), None
     if processor is not None:
+        check_padding(config.checkpoint.hf_checkpoint, tokenizer.pad_token)
         tokens = ImageTokens.of(config.checkpoint.hf_checkpoint)
         marks = ImageMarks.of(tokens, tokenizer.decode_with_special)
         images = PromptImages(processor, tokens, marks, keep)
@@ -144,12 +144,13 @@ def check_prompts(
     )
     applies = rollout.apply_chat_template
     skips = rollout.bad_prompts == "skip"
-    needs = flag_prefix == "--" and len(sources) == 1  # beside others, a file may have text alone
+    # Beside others a file may have text alone, and environments return images themselves.
+    needs = flag_prefix == "--" and len(sources) == 1 and not has_environment
     for source in sources:
         path, _ = split_source(source)
-        passed = PassedCheck(
-            "prompts", f"{source} {fields} {applies} {processor} {needs}", partial(list, [path])
-        )
+        images = None if fields.image_key is None else image_states(path, fields)
+        arguments = f"{source} {fields} {applies} {processor} {needs} {images}"
+        passed = PassedCheck("prompts", arguments, partial(list, [path]))
         if passed.exists:
             continue
         check_prompt_file(
@@ -162,49 +163,3 @@ def check_prompts(
         )
         if not skips:  # skipped rows are reported each time
             passed.record()
-
-
-WHOLE_BYTES = 64 << 20
-NUM_BLOCKS, BLOCK_BYTES = 64, 256 << 10
-
-
-def data_fingerprint(sources: Sequence[str | Path]) -> str:
-    """Return a digest of the contents of ``sources``, in order, for files of any size.
-
-    It covers the size of each file, all of a file up to 64 MiB, and of a larger one 64 blocks of
-    256 KiB at equal distances, including the first and the last: every change of a small file is
-    detected, and in a large one all but an edit between two blocks that keeps the size. The journal
-    detects such an edit if it has answers to the changed prompt (``rlpost.rollout.replay``).
-    Raises DataError if a file cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for source in sources:
-        path, _ = split_source(source)
-        try:
-            digest.update(_file_digest(path))
-        except OSError as error:
-            raise DataError(
-                f"--prompt-data {path}: cannot read the prompts: {error}; is the path right?"
-            ) from error
-    return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
-        digest = hashlib.blake2b(f"{size} bytes".encode(), digest_size=16)
-        for block in _blocks(file, size):
-            digest.update(block)
-    return digest.digest()
-
-
-def _blocks(file: BinaryIO, size: int) -> Iterable[bytes]:
-    """Yield the parts of a file that the digest covers."""
-    if size <= WHOLE_BYTES:
-        file.seek(0)
-        while block := file.read(BLOCK_BYTES):
-            yield block
-        return
-    for number in range(NUM_BLOCKS):
-        file.seek(number * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1))
-        yield file.read(BLOCK_BYTES)

@@ -23,7 +23,13 @@ from rlpost.errors import DataError, ImageError
 from rlpost.images.processor import ImageProcessor
 from rlpost.tasks.messages import Content, content_of, from_text, without_nulls
 from rlpost.tasks.number_text import number_text
-from rlpost.tasks.prompt_images import PromptImages, check_images, with_parts
+from rlpost.tasks.prompt_images import (
+    VIDEO_KEYS,
+    PromptImages,
+    check_images,
+    check_no_video,
+    with_parts,
+)
 from rlpost.tasks.reward.registry import label_keys
 from rlpost.tasks.rows import FileChanged, Rows
 from rlpost.tasks.tokenizer import Tools
@@ -79,12 +85,15 @@ class PromptFields:
             self.image_key,
         )
         named = [key for key in keys if key is not None]
+        named += VIDEO_KEYS if self.image_key is not None else ()
         return [*named, *(key.partition(".")[0] for key in named if "." in key)]
 
     @property
     def columns_with_bytes(self) -> list[str]:
-        """The columns of a Parquet file in which bytes are an image."""
+        """The columns of a Parquet file in which bytes are an image or a video."""
         keys = [] if self.image_key is None else [self.image_key, self.input_key]
+        # Those of a video are read over, unless they would be metadata.
+        keys += VIDEO_KEYS if keys and self.metadata_key is not None else ()
         return [key.partition(".")[0] for key in keys]
 
     def rows(self, source: str | Path) -> Rows:
@@ -186,7 +195,7 @@ class PromptSet:
         Args:
             max_prompt_len: in tokens, with all tokens of images.
             vocab_size: number of ids that the model knows; None if it is not known.
-            whole: returns the ids of a prompt and its response in the data (``SupervisedTokenizer``).
+            whole: returns the ids of a prompt and its response in the data (``ExampleTokenizer``).
             max_len: of those ids, in tokens.
             images: reads the images of rows; None without ``fields.image_key``.
         """
@@ -315,6 +324,7 @@ def parse(raw: Mapping[str, object], where: str, fields: PromptFields) -> Row:
     )
     images: tuple[object, ...] = ()
     if fields.image_key is not None:
+        check_no_video(raw, content, where)
         content, images = with_parts(content, value_of(raw, fields.image_key), where)
         # the bytes of images are not metadata
         raw = without(raw, fields.image_key)

@@ -23,7 +23,7 @@ import tempfile
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +33,8 @@ from rlpost.errors import DataError
 from rlpost.tasks.number_text import number_text
 
 BATCH_ROWS = 64  # rows of Parquet in memory at once, besides the reader's buffers
+READER: Any = {"pre_buffer": False, "buffer_size": 1 << 20}
+"""Buffered columns without pre-reading, to avoid a whole row group in memory."""
 MAX_EXPANSION, MIN_BOUND = 100, 256 << 20
 """Bytes of text that a byte of Parquet may become; a file of any size may become MIN_BOUND."""
 # escaped or encoded: JSON's \\ud800 to \\udfff, and the bytes of such a code point in UTF-8
@@ -308,7 +310,7 @@ _SHORT_FLOATS = {"halffloat": ("e", range(3, 6)), "float": ("f", range(6, 10))}
 """Arrow's types of 16 and 32 bits: format of ``struct``, and digits that may identify a number."""
 
 
-def _has_short_floats(kind: Any) -> bool:
+def _has_short_floats(kind: object) -> bool:
     """Whether values of an Arrow type hold floats of 16 or 32 bits, at any depth."""
     return not _SHORT_FLOATS.keys().isdisjoint(re.findall(r"\w+", str(kind)))
 
@@ -334,22 +336,25 @@ def _shortest(value: Any, kind: Any) -> Any:
 
 
 def _text_columns(path: Path) -> list[str]:
-    """Return the columns of a Parquet file that hold texts or bytes.
-
-    Without nested ones, which Arrow cannot read as dictionaries of several row groups.
-    """
+    """Return the columns of a Parquet file that hold texts or bytes, those in nested ones too."""
     from pyarrow import parquet
 
     schema = parquet.read_metadata(path).schema
     columns = (schema.column(index) for index in range(len(schema)))
-    texts = (column.path for column in columns if column.physical_type == "BYTE_ARRAY")
-    return [name for name in texts if "." not in name]
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
 
 
 def _num_bytes(values: Any) -> int:
-    """Return the bytes of a column in which each text of a dictionary is a copy."""
+    """Return the bytes of a column in which each text of a dictionary is a copy, at any depth."""
     from pyarrow import compute, types
 
+    if types.is_map(values.type):
+        start, end = values.offsets[0].as_py(), values.offsets[-1].as_py()
+        return sum(_num_bytes(part[start:end]) for part in (values.keys, values.items))
+    if types.is_struct(values.type):
+        return sum(map(_num_bytes, values.flatten()))
+    if hasattr(values.type, "value_field"):  # lists of every kind, and their views
+        return _num_bytes(values.flatten())
     if not types.is_dictionary(values.type):
         return int(values.nbytes)
     kind = values.type.value_type
@@ -358,6 +363,12 @@ def _num_bytes(values: Any) -> int:
         return int(values.nbytes)  # of numbers
     lengths = compute.binary_length(values.dictionary)
     return compute.sum(lengths.take(values.indices)).as_py() or 0
+
+
+def _batches(source: Any, kept: Sequence[str] | None) -> Iterator[Any]:
+    """Yield batches of rows, none of several row groups: Arrow joins no nested dictionaries."""
+    for group in range(source.num_row_groups):
+        yield from source.iter_batches(BATCH_ROWS, row_groups=[group], columns=kept)
 
 
 def _as_urls(value: Any) -> Any:
@@ -382,11 +393,9 @@ def _as_lines(
     except ImportError:
         raise DataError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        # Buffered columns without pre-reading, to avoid a whole row group in memory; dictionaries,
-        # because each reference to a long text would become a copy before its size is known.
-        with parquet.ParquetFile(
-            path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=_text_columns(path)
-        ) as source:
+        # Dictionaries, because each reference to a long text would become a copy before its size is
+        # known.
+        with parquet.ParquetFile(path, **READER, read_dictionary=_text_columns(path)) as source:
             names = source.schema_arrow.names
             kept = None if columns is None else [name for name in columns if name in names]
             counts = Counter(name for name in names if kept is None or name in kept)
@@ -401,7 +410,7 @@ def _as_lines(
             lines = tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the rows are used
             left = max(MAX_EXPANSION * path.stat().st_size, MIN_BOUND)
             number = 0
-            for batch in source.iter_batches(BATCH_ROWS, columns=kept):
+            for batch in _batches(source, kept):
                 if sum(map(_num_bytes, batch.columns)) > left:
                     raise _too_large(path)
                 for row in batch.to_pylist():

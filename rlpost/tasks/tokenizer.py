@@ -24,6 +24,7 @@ from rlpost.tasks.answer_text import (
     ThoughtTokens,
 )
 from rlpost.tasks.messages import Content, text_parts
+from rlpost.tasks.without_torch import imports_deferred, load_hf_config
 
 Tools = Sequence[Mapping[str, object]]
 
@@ -46,6 +47,7 @@ class HfTokenizer(Protocol):
     all_special_ids: list[int]
     bos_token_id: int | None
     eos_token_id: int | None
+    pad_token: str | None
     added_tokens_decoder: Mapping[int, Any]
 
     def __call__(
@@ -140,18 +142,23 @@ def hf_tokenizer(path: str) -> HfTokenizer:
     Raises:
         ConfigError: it cannot be loaded, or only by code in the folder.
     """
-    from transformers import AutoTokenizer
+    with imports_deferred():
+        from transformers import AutoTokenizer
 
-    try:
-        # None would ask on standard input whether to run the code
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # any type, from the files' content
-        raise ConfigError(
-            f"--hf-checkpoint {path}: the tokenizer cannot be loaded without code of the folder: "
-            f"{_reason(error)}"
-        ) from error
+        try:
+            config = load_hf_config(path)
+        except Exception:  # transformers may know the tokenizer without the model
+            config = None
+        try:
+            # None would ask on standard input whether to run the code
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, config=config, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # any type, from the files' content
+            raise ConfigError(
+                f"--hf-checkpoint {path}: the tokenizer cannot be loaded without code of the folder: "
+                f"{_reason(error)}"
+            ) from error
     file = Path(path) / "chat_template.json"
     if not tokenizer.chat_template and file.is_file():
         tokenizer.chat_template = _read_json(file).get("chat_template")
@@ -246,6 +253,11 @@ class PromptTokenizer:
             return self._thought_form.text(token_ids, self._plain)
         return self._plain(token_ids)
 
+    @property
+    def pad_token(self) -> str | None:
+        """The token that fills a batch; None if the tokenizer cannot pad."""
+        return self._tokenizer.pad_token
+
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens, as an engine decodes a prompt with images."""
         return self._tokenizer.decode(list(token_ids))
@@ -319,6 +331,7 @@ def render_chat(
 
     Raises:
         DataError: the template raised an error; the message has the template's own words.
+        MemoryError: it took more than the process may have.
     """
     options = {"tokenize": False, **options}
     try:
@@ -330,6 +343,8 @@ def render_chat(
             if as_text == messages:
                 raise
             return tokenizer.apply_chat_template(as_text, **options)
+    except MemoryError:  # a limit of this process; the messages are not its cause
+        raise
     except Exception as error:  # a template is a program and may raise any type
         raise DataError(f"the chat template rejects the messages: {_reason(error)}") from error
 

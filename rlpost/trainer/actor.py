@@ -15,7 +15,7 @@ the random generators of every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from common.attempt import attempt_secret
 from rlpost.columns import FloatColumn
 from rlpost.config.plan.weight_update import SHARED_BUFFERS, SMALLEST
 from rlpost.config.tree import Config
-from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import (
     device,
     frozen,
@@ -38,6 +37,7 @@ from rlpost.trainer import (
     weight_files,
 )
 from rlpost.trainer.critic import Critic
+from rlpost.trainer.initial_weights import read_encoder, read_initial_weights
 from rlpost.trainer.kept_weights import ReferenceWeights
 from rlpost.trainer.logprobs import scores_of_server
 from rlpost.trainer.lora.adapters import Adapters, checkpoint_settings
@@ -52,9 +52,13 @@ from rlpost.trainer.rank import Rank
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.saves import Saves
 from rlpost.trainer.vision.images import build_images
-from rlpost.trainer.weights.exporter import Exporter, weights_hash
-from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
+from rlpost.trainer.weights.engine_group import TrainerRank
+from rlpost.trainer.weights.exporter import Exporter
+from rlpost.trainer.weights.importer import HuggingFaceFolder
+from rlpost.trainer.weights.shard_sources import ShardSources
+from rlpost.trainer.weights.shard_transport import ShardTransport
 from rlpost.trainer.weights.trainer_side import Broadcast, Buckets, Sharing
+from rlpost.trainer.weights.whole_tensors import weights_hash
 from rlpost.types import Bucket, StepPlace, StepResult, TrainBatch
 
 
@@ -67,6 +71,7 @@ class Actor(Rank):
     old_policy: OldPolicy
     sharing: Sharing
     broadcast: Broadcast
+    shards: ShardTransport
     profiling: Profiling
 
     def __init__(
@@ -87,6 +92,11 @@ class Actor(Rank):
         """Build model and optimizer of this rank; needs the process groups."""
         config = self.config
         self.chunks = build_model(self.description, config)
+        self.images = build_images(config, self.description, self._run_folder)
+        if self.images is not None:
+            self.images.install(self.chunks[0])
+        # Again, because patterns may name what is trained of the encoder.
+        frozen.freeze_by_name(self.chunks, config, tied=self.description.tied)
         frozen.check_frozen(self.chunks, config, stage=parallel.pipeline_group().rank())
         self.model = optimizer.wrap(self.chunks, config)
         self.optimizer = optimizer.build(self.model, config)
@@ -106,11 +116,8 @@ class Actor(Rank):
         if config.optimizer.optimizer == "muon":
             muon.install(self.optimizer, self.inventory, config)
         if config.use_critic:
-            layout, points = self.row_layout, self.stop_points
-            self.critic = Critic(config, self.description, row_layout=layout, stop_points=points)
-        self.images = build_images(config, self.description, self._run_folder)
-        if self.images is not None:
-            self.images.install(self.chunks[0])
+            shared = self.row_layout, self.stop_points, self.images
+            self.critic = Critic(config, self.description, *shared)
         if config.lora.lora_rank is not None:
             self._reference = self._adapters = Adapters(self.chunks, self.inventory)
         elif config.grpo.needs_reference:
@@ -129,14 +136,25 @@ class Actor(Rank):
             quantisation=HuggingFaceFolder(config.checkpoint.hf_checkpoint).quantisation,
         )
         self.sharing = Sharing(self.buckets)
+        timeout_s = 60.0 * config.cluster.distributed_timeout_minutes
+        # External engines know torch's own store alone.
+        secret = None if config.sglang.rollout_external_engine_addrs else attempt_secret()
         self.broadcast = Broadcast(
             self.buckets,
             gathers=parallel.holds_first_copy(),
             is_source=parallel.is_source_of_stage(),
             backend=device.backend(),
-            timeout_s=60.0 * config.cluster.distributed_timeout_minutes,
-            # External engines know torch's own store alone.
-            secret=None if config.sglang.rollout_external_engine_addrs else attempt_secret(),
+            timeout_s=timeout_s,
+            secret=secret,
+        )
+        self.shards = ShardTransport(
+            ShardSources(
+                self.inventory, self.buckets.quantisation, gathers=parallel.holds_first_copy()
+            ),
+            rank=TrainerRank(dist.get_rank(), dist.get_world_size()),
+            backend=device.backend(),
+            timeout_s=timeout_s,
+            secret=secret,
         )
         self.piece_bytes = min(config.sync.update_weight_buffer_size, SMALLEST)
         critic = None if self.critic is None else (self.critic.model, self.critic.optimizer)
@@ -175,7 +193,7 @@ class Actor(Rank):
             WeightError, CheckpointError: the weights do not fit the model.
         """
         self._read_initial_weights()
-        self._read_encoder()
+        read_encoder(self.config, self.images, untrained_alone=True)
         if self._adapters is not None:
             self._adapters.initialise(self.config.optimizer.seed)
         self.optimizer.reload_model_params()
@@ -293,8 +311,8 @@ class Actor(Rank):
         if isinstance(self._reference, ReferenceWeights) and self._reference.was_updated:
             self._reference.save(folder, self.chunks, buffer_bytes=buffer_bytes)
         self.old_policy.save(folder, self.chunks, buffer_bytes=buffer_bytes)
-        own = self.old_policy.own_versions
-        oldest = own.start if own else None
+        versions = self.old_policy.own_versions
+        oldest = versions.start if versions else None
         done = megatron_checkpoint.Progress(step, self.num_optimizer_steps, oldest)
         self.saves.start(folder, done, in_background=in_background)
 
@@ -308,7 +326,8 @@ class Actor(Rank):
             CheckpointError: the checkpoint does not fit the model.
         """
         self.wait_copied()
-        self._read_encoder()  # a checkpoint has only what is trained
+        # A checkpoint has only what is trained.
+        read_encoder(self.config, self.images, untrained_alone=True)
         if self._adapters is not None:  # a checkpoint has the adapters alone
             self._read_initial_weights()
         elif isinstance(self._reference, ReferenceWeights):
@@ -352,7 +371,7 @@ class Actor(Rank):
     def weights_hash(self) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""
         self._finish_param_sync()
-        return weights_hash(self.exporter, max_bytes=self.piece_bytes)
+        return weights_hash(self.inventory, max_bytes=self.piece_bytes)
 
     def send_bucket(self, index: int) -> None:
         """Broadcast one bucket to the engines, which receive at the same time.
@@ -370,23 +389,28 @@ class Actor(Rank):
             wait_until_free(SHARED_BUFFERS * self.buckets.largest_bytes(), "shared buckets")
         return self.sharing.share(index)
 
+    def pack_shards(self, index: int) -> None:
+        """Pack this rank's part of a bucket for the engine ranks."""
+        self._finish_param_sync()
+        self.shards.pack(index)
+
+    def share_shards(self, index: int, message: Mapping[str, object]) -> str:
+        """Exchange a bucket; return the handle of what the engine on this rank's GPU holds of it."""
+        self._finish_param_sync()
+        if not self.shards.buffers.pieces:
+            wait_until_free(SHARED_BUFFERS * self.shards.largest_shared_bytes(), "shared buckets")
+        return self.shards.share(index, message)
+
     def close(self) -> None:
         """Leave all process groups."""
         if hasattr(self, "broadcast"):
             self.broadcast.disconnect()
+        if hasattr(self, "shards"):
+            self.shards.disconnect()
         super().close()
 
     def _read_initial_weights(self) -> None:
-        folder = self.config.checkpoint.ref_load or self.config.checkpoint.hf_checkpoint
-        if find_checkpoint(folder) is None:
-            import_weights(self.inventory, HuggingFaceFolder(folder))
-        else:
-            megatron_checkpoint.load_weights(folder, chunks=self.chunks)
-
-    def _read_encoder(self) -> None:
-        """Load the encoder of images, which is in no checkpoint and never changes."""
-        if self.images is not None:
-            self.images.read_weights(self.config.checkpoint.hf_checkpoint)
+        read_initial_weights(self.config, self.chunks, self.inventory, self.images)
 
     def _mtp_training(self) -> MtpTraining | None:
         if not self.config.grpo.enable_mtp_training:

@@ -131,11 +131,11 @@ def attend_windowed(
     outputs = []
     queries = query.split(bounds.queries.diff().tolist())
     starts = bounds.keys.tolist()
-    for number, of_sequence in enumerate(queries):
+    for number, sequence_queries in enumerate(queries):
         keys = key[starts[number] : starts[number + 1]]
         values = value[starts[number] : starts[number + 1]]
-        position = keys.size(0) - of_sequence.size(0)  # of the first query
-        for block in of_sequence.split(BLOCK):
+        position = keys.size(0) - sequence_queries.size(0)  # of the first query
+        for block in sequence_queries.split(BLOCK):
             end = position + block.size(0)
             begin = 0 if window is None else max(0, position - window + 1)
             outputs.append(

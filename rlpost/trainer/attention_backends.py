@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rlpost.models.model_types import HfConfig, MegatronFields
 
@@ -229,7 +228,7 @@ class Options:
     backend: str | None = None
 
     @classmethod
-    def of(cls, megatron: Mapping[str, Any]) -> Options:
+    def of(cls, megatron: Mapping[str, object]) -> Options:
         """Read fields of TransformerConfig by name."""
         backend = megatron.get("attention_backend")
         return cls(
@@ -267,7 +266,12 @@ def choose(
     """
     if gpu is None:
         return Choice()
-    if not with_engine or options.backend == "local":
+    if options.backend == "local":
+        return (
+            "--attention-backend local: kernels of attention are chosen for each model and GPU, "
+            "TransformerEngine's where it has one; leave it out"
+        )
+    if not with_engine:
         return Choice() if _has_kernel(attention, gpu) else _no_kernel(attention, gpu)
     comm = options.cp_comm_type
     if comm is None:

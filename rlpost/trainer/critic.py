@@ -24,6 +24,7 @@ from rlpost.errors import CheckpointError
 from rlpost.trainer import megatron_checkpoint, optimizer, step
 from rlpost.trainer.megatron_checkpoint import Progress, Residence, Saver, Writing
 from rlpost.trainer.model_description import ModelDescription
+from rlpost.trainer.outcomes import same_on_every_rank
 from rlpost.trainer.packing import (
     PackedMicroBatch,
     RowLayout,
@@ -41,8 +42,10 @@ from rlpost.trainer.value_model import (
     value_config,
     value_inventory,
 )
-from rlpost.trainer.weights.exporter import Exporter, weights_hash
+from rlpost.trainer.vision.images import Images
+from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.folder_export import export_folder
+from rlpost.trainer.weights.whole_tensors import weights_hash
 from rlpost.types import MicroBatch, TrainBatch
 
 FOLDER = "critic"
@@ -58,14 +61,14 @@ class Critic:
         self,
         config: Config,
         description: ModelDescription,
-        *,
         row_layout: RowLayout,
         stop_points: StopPoints,
+        images: Images | None = None,
     ) -> None:
         """Build model and optimizer; needs the process groups.
 
-        ``config`` and ``description`` are those of the policy. The weights are not set: call
-        ``import_weights`` or ``load`` next.
+        ``config`` and ``description`` are those of the policy, and so is the frozen encoder of
+        ``images``. The weights are not set: call ``import_weights`` or ``load`` next.
         """
         self.config = of_critic(config)
         self.num_optimizer_steps = 0
@@ -73,6 +76,8 @@ class Critic:
         self._row_layout = row_layout
         self._stop_points = stop_points
         self.chunks = build_value_model(description, self.config)
+        if images is not None:
+            images.install(self.chunks[0])
         self.model = optimizer.wrap(self.chunks, self.config)
         self.optimizer = optimizer.build(self.model, self.config)
         self.inventory = value_inventory(self.chunks, description)
@@ -207,14 +212,14 @@ class Critic:
         Raises:
             CheckpointError: the checkpoint has no critic, or one that does not fit the model.
         """
-        own = Path(folder) / FOLDER
-        if not own.is_dir():
+        saved = Path(folder) / FOLDER
+        if not same_on_every_rank(saved.is_dir, CheckpointError):
             raise CheckpointError(
                 f"{folder} has no critic, since it was saved without --advantage-estimator ppo; give its weights as "
                 "--ref-load of a new run, or use the estimator that it was saved with"
             )
         progress = megatron_checkpoint.load(
-            own,
+            saved,
             chunks=self.chunks,
             optimizer=self.optimizer,
             buffer_bytes=self.config.checkpoint.save_buffer_bytes,
@@ -225,7 +230,7 @@ class Critic:
         """Write the critic as a Hugging Face folder with a model for token classification.
 
         Raises:
-            OSError: the folder cannot be written; raised on every rank.
+            CheckpointError: the folder cannot be written; raised on every rank.
         """
         optimizer.finish_param_sync(self.model, self.config)
         export_folder(
@@ -238,7 +243,7 @@ class Critic:
     def weights_hash(self, *, max_bytes: int) -> str:
         """Hash of the full weights under their Hugging Face names; the same at every layout."""
         optimizer.finish_param_sync(self.model, self.config)
-        return weights_hash(self.exporter, max_bytes=max_bytes)
+        return weights_hash(self.inventory, max_bytes=max_bytes)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
         return [pack(micro, self._row_layout) for micro in micro_batches]

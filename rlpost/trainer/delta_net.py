@@ -134,10 +134,10 @@ class GatedDeltaNet(MegatronModule):
     ) -> ShardedStateDict:
         """All weights; those by head are sharded over the tensor-parallel ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, object] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        sharded: dict[str, object] = {}
+        self._save_to_state_dict(sharded, "", keep_vars=True)
         state_dict = make_sharded_tensors_for_checkpoint(
-            own,
+            sharded,
             prefix,
             dict.fromkeys(("conv_weight", "A_log", "dt_bias"), 0),
             sharded_offsets,

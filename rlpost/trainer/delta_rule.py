@@ -128,7 +128,7 @@ def gated_delta_rule(
     lower = (weight * k) @ k.mT * between
     rhs = torch.cat([weight * v, weight * k * grown], dim=-1)
     solved = torch.linalg.solve_triangular(lower, rhs, upper=False, unitriangular=True)
-    own, of_state = solved.split([v.size(-1), k.size(-1)], dim=-1)
+    values, state_keys = solved.split([v.size(-1), k.size(-1)], dim=-1)
     scores = q @ k.mT * between
     read = q * grown
     last = total[..., -1:]
@@ -140,7 +140,7 @@ def gated_delta_rule(
     for number, first in enumerate(is_first):
         if first:
             state = torch.zeros_like(state)
-        correction = own[number] - of_state[number] @ state
+        correction = values[number] - state_keys[number] @ state
         outputs.append(read[number] @ state + scores[number] @ correction)
         state = kept[number] * state + written[number] @ correction
     return torch.stack(outputs).transpose(1, 2).flatten(0, 1).index_select(0, place)

@@ -17,6 +17,7 @@ import torch
 
 from common.cpu_affinity import bind_to_gpus, num_cores, read_siblings, threads_of_rank
 from common.local_gpus import find_gpu, hidden_gpu_problem, read_local_gpus, visible_names
+from rlpost.config.extensions import check_trainer_without_gpus
 from rlpost.config.plan.cards import card_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
@@ -79,14 +80,16 @@ def prepare(config: Config) -> None:
     for an actor without ``num_cpus``. It applies to every thread that calls an operator later.
 
     Raises:
-        ConfigError: this process has a GPU that torch does not see.
+        ConfigError: this process has a GPU that torch does not see, or none and no extension for
+            that.
     """
-    if not torch.cuda.is_available() and (
-        problem := hidden_gpu_problem(
+    if not torch.cuda.is_available():
+        problem = hidden_gpu_problem(
             visible(), torch_version=torch.__version__, torch_cuda=torch.version.cuda
         )
-    ):
-        raise ConfigError(problem)
+        if problem is not None:
+            raise ConfigError(problem)
+        check_trainer_without_gpus()
     allowed = os.sched_getaffinity(0)
     siblings = read_siblings(allowed)
     if config.cluster.bind_cpus:
@@ -116,14 +119,14 @@ def seed(value: int) -> None:
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of the host to the device, in the order of its work, without waiting for it."""
+    """Copy a tensor of any shape to the device, in the order of its work, without waiting."""
     if torch.cuda.is_available():
         tensor = tensor.pin_memory()  # torch frees the copy when the device has read it
     return tensor.to(current(), non_blocking=True)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host without waiting; read it on the host after ``synchronise``."""
+    """Copy a tensor of any shape to the host; it may be read after ``synchronise``."""
     return tensor.to("cpu", non_blocking=True)
 
 

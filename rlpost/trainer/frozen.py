@@ -23,7 +23,8 @@ def freeze_by_name(chunks: Sequence[torch.nn.Module], config: Config, *, tied: b
     """Freeze parameters by ``only_train_params_name_list`` or ``freeze_params_name_list``.
 
     A pattern is searched in the name (``re.search``), as in slime. If embedding and output layer
-    are ``tied``, the name of the embedding counts for both.
+    are ``tied``, the name of the embedding counts for both. Call it again when modules were added
+    to the chunks; the result is that of one call.
     """
     trained = config.optimizer.only_train_params_name_list
     frozen = config.optimizer.freeze_params_name_list
@@ -81,7 +82,7 @@ def keep_graph(chunk: torch.nn.Module) -> None:
     a pipeline stage must have an output that requires one.
     """
     embedding = getattr(chunk, "embedding", None)
-    if embedding is not None:
+    if embedding is not None and _require_gradient not in embedding._forward_hooks.values():
         embedding.register_forward_hook(_require_gradient)
 
 

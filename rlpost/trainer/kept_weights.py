@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from rlpost.durable.torch_dist_folder import find_checkpoint
+from rlpost.errors import CheckpointError
 from rlpost.trainer import device, megatron_checkpoint
 from rlpost.trainer.memory import PIECE_BYTES
+from rlpost.trainer.outcomes import same_on_every_rank
 from rlpost.trainer.weights.inventory import Inventory
 
 REFERENCE = "reference"
@@ -108,7 +110,7 @@ class KeptWeights:
             CheckpointError: the weights do not fit the model.
         """
         saved = Path(folder) / self._saved_in
-        if find_checkpoint(saved) is None:
+        if same_on_every_rank(lambda: find_checkpoint(saved), CheckpointError) is None:
             return False
         self.take(megatron_checkpoint.load_weights(saved, chunks=chunks))
         return True
@@ -162,6 +164,8 @@ def host_copies(
     piece_bytes: int = PIECE_BYTES,
 ) -> list[torch.Tensor]:
     """Allocate host memory for a copy of each tensor; pinned by default if they are on a GPU.
+
+    Tensors have any shape; their copies have the same shapes and dtypes.
 
     The copies share pieces of ``piece_bytes``, because torch rounds each pinned allocation up to a
     power of two (ATen/core/CachingHostAllocator.h): one for each tensor takes a third more. The

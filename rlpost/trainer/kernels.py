@@ -139,12 +139,7 @@ def _check(description: ModelDescription, config: Config, *, implementation: str
         lack = _lack()
         if torch.cuda.is_available():
             problems += [need.problem(lack) for need in lacking if need.is_required]
-            # No warning of slower kernels if the user chose local modules.
-            warned = [
-                need
-                for need in lacking
-                if not need.is_required and config.perf.transformer_impl != LOCAL
-            ]
+            warned = [need for need in lacking if not need.is_required]
         else:
             warned = [need for need in lacking if need.is_required]
         if not problems and _is_first_rank():

@@ -29,7 +29,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rlpost.errors import ConfigError
+from rlpost.config.tree import Config
 from rlpost.models.families.deepseek import LATENT_NORM_EPS
 from rlpost.models.family import Family
 from rlpost.trainer.attention import PackedAttention
@@ -37,7 +37,7 @@ from rlpost.trainer.delta_net import GatedDeltaNet
 from rlpost.trainer.norm import ProjectionRMSNorm, RMSNorm, SeparateRMSNorm
 
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
-"""Implementations of the layers: the values of ``--transformer-impl``."""
+"""Implementations of the layers: the values of Megatron's ``transformer_impl``."""
 
 
 def has_transformer_engine() -> bool:
@@ -45,20 +45,13 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE and torch.cuda.is_available())
 
 
-def chosen_implementation(given: str | None) -> str:
-    """Return ``transformer_engine`` or ``local``.
+def implementation_of(config: Config) -> str:
+    """Return ``transformer_engine`` if it is usable and the run trains no adapters, else ``local``.
 
-    That is the given value, or by default TransformerEngine if it is usable.
-
-    Raises:
-        ConfigError: TransformerEngine is requested and cannot be used.
+    Adapters are subclasses of Megatron's own linear layers.
     """
-    if given == TRANSFORMER_ENGINE and not has_transformer_engine():
-        raise ConfigError(
-            "--transformer-impl transformer_engine: TransformerEngine is not installed on this node, or "
-            "CUDA is not available; install it or omit the setting"
-        )
-    return given or (TRANSFORMER_ENGINE if has_transformer_engine() else LOCAL)
+    has_adapters = config.lora.lora_rank is not None
+    return LOCAL if has_adapters or not has_transformer_engine() else TRANSFORMER_ENGINE
 
 
 def implementation_name(chunks: Iterable[torch.nn.Module]) -> str:

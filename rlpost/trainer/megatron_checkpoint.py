@@ -14,6 +14,7 @@ call ``Writing.wait_copied`` before changing them.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import logging
 import pickle
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,13 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.durable.torch_dist_folder import RELEASE, TRACKER, find_checkpoint
 from rlpost.errors import CheckpointError
-from rlpost.trainer import parallel, random_state
-from rlpost.trainer.checkpoint_keys import fit_to_checkpoint, stored_key
+from rlpost.trainer import random_state
+from rlpost.trainer.checkpoint_keys import fit_to_checkpoint, stored_key, stored_keys
 from rlpost.trainer.frozen import any_frozen
 from rlpost.trainer.layer_specs import implementation_name
-from rlpost.trainer.lora.adapters import base_alone, has_adapters
+from rlpost.trainer.lora.adapters import base_alone, check_stored, has_adapters
 from rlpost.trainer.model_state import METADATA, keyed_chunks, model_state, objects_of, whole_state
+from rlpost.trainer.outcomes import on_every_rank, same_on_every_rank
 from rlpost.trainer.progress import SAVE_GROUP
 from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.torch_dist.host_stream import HostBuffer, HostStream
@@ -61,6 +63,8 @@ from rlpost.trainer.torch_dist.written import (
     written_states,
     written_weights,
 )
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +266,7 @@ def load(
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
     if (num_optimizer_steps := common.get("num_optimizer_steps")) is None:
         raise CheckpointError(f"{folder}: written by rlpost 0.1; resume it with rlpost 0.2.0")
-    _check_adapters(folder, common.get("adapters"), adapters)
+    check_stored(folder, common.get("adapters"), adapters)
     is_same_layout = common.get("layout") == random_state.layout()
     state = model_state(chunks)
     regions = regions_of_model(state)
@@ -333,7 +337,7 @@ def save_weights(
 
 def _on_first_rank(act: Callable[[], object], failed: str) -> None:
     """Act on the first rank, and wait for it. Raises CheckpointError on every rank."""
-    parallel.raise_everywhere(
+    on_every_rank(
         lambda: act() if dist.get_rank() == 0 else None,
         lambda problem: CheckpointError(f"{failed}: {problem}"),
     )
@@ -351,11 +355,11 @@ def load_weights(
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or adapters alone.
     """
-    checkpoint = find_checkpoint(folder)
+    checkpoint = same_on_every_rank(lambda: find_checkpoint(folder), CheckpointError)
     if checkpoint is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)), checkpoint)
-    _check_adapters(checkpoint, common.get("adapters"), None)
+    check_stored(checkpoint, common.get("adapters"), None)
     whole = whole_state(chunks)
     base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
     _load(checkpoint, chunks, base, omitted=omitted)
@@ -377,9 +381,11 @@ def _load(
         state[key] = {
             name: part for name, part in parts.items() if not part.key.startswith(omitted)
         }
-    loaded = _read(
-        lambda: dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder)), folder
-    )
+    keys = _read(lambda: stored_keys(folder), folder)
+    digest = hashlib.blake2b("\n".join(sorted(keys)).encode(), digest_size=8).hexdigest()
+    same_on_every_rank(lambda: f"{len(keys)} keys ({digest})", CheckpointError)
+    fitted = fit_to_checkpoint(state, folder, keys, omitted)
+    loaded = _readable(lambda: dist_checkpointing.load(fitted, str(folder)), folder)
     for key, chunk in keyed_chunks(chunks):
         # A model with adapters loads either these or its base.
         is_whole = not (omitted or has_adapters(chunks))
@@ -395,25 +401,6 @@ def _check_kind(folder: str | Path, optimizer: MegatronOptimizer, stored_muon: b
             f"{folder} has the optimizer state of --optimizer {stored}, and --optimizer is {given}; use --optimizer "
             f"{stored}, or start from the weights of the checkpoint with --ref-load"
         )
-
-
-def _check_adapters(folder: str | Path, stored: object, lora: Mapping[str, object] | None) -> None:
-    """Raise CheckpointError if a checkpoint has other adapters than the model."""
-    if stored == lora:
-        return
-    if stored is None:
-        raise CheckpointError(
-            f"{folder} has no LoRA adapters, and --lora-rank asks for them; use --ref-load to start from its weights, "
-            "or --lora-rank none"
-        )
-    if lora is None:
-        raise CheckpointError(
-            f"{folder} has the LoRA adapters of {stored} and no weights of a model; use these settings and the same "
-            "--hf-checkpoint or --ref-load, or merged weights that --save-hf exported"
-        )
-    raise CheckpointError(
-        f"{folder} has LoRA adapters of {stored}, but the settings are {dict(lora)}; use those of the checkpoint"
-    )
 
 
 def _load_optimizer(
@@ -470,7 +457,13 @@ def _as_stored(chunk: Chunk, stored: StoredTensors) -> Chunk | None:
     return dataclasses.replace(chunk, key=key) if key in stored else None
 
 
-def _read(read: Callable[[], object], folder: str | Path) -> Any:
+def _read(read: Callable[[], T], folder: str | Path) -> T:
+    """Read what a rank needs alone. Collective; raises CheckpointError on every rank."""
+    return on_every_rank(lambda: _readable(read, folder), CheckpointError)
+
+
+def _readable(read: Callable[[], T], folder: str | Path) -> T:
+    """Call ``read``; raise CheckpointError with the folder if it fails."""
     try:
         return read()
     except UNREADABLE as error:

@@ -122,7 +122,7 @@ class DeviceMemory:
         return self._find[part]()
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor, or its copy in host memory if it is offloaded.
+        """Return a flat tensor [N], or its copy in host memory if it is offloaded.
 
         Requires ``lock``.
         """
@@ -215,12 +215,12 @@ class HostCopy:
         ]
 
     def fill(self, values: torch.Tensor) -> None:
-        """Copy the bytes into ``values``; asynchronous on a GPU."""
+        """Copy the bytes into ``values`` [N], uint8; asynchronous on a GPU."""
         for piece, part in zip(self._pieces, values.split(self._piece_bytes), strict=True):
             part.copy_(piece, non_blocking=True)
 
     def part(self, begin: int, end: int) -> torch.Tensor:
-        """Return bytes ``begin`` to ``end``: a view if they are in one piece, else a copy."""
+        """Bytes ``begin`` to ``end``, [N] uint8: a view if they are in one piece, else a copy."""
         first, last = begin // self._piece_bytes, (end - 1) // self._piece_bytes
         held = self._pieces[first] if first == last else torch.cat(self._pieces[first : last + 1])
         offset = first * self._piece_bytes
@@ -263,7 +263,7 @@ def _optimizer_tensors(optimizer: object) -> Iterator[torch.Tensor]:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the unique storages of tensors on this rank's device.
+    """Return the unique storages of tensors of any shape on this rank's device.
 
     On a GPU, tensors in host memory are ignored.
     """

@@ -31,10 +31,9 @@ from rlpost.trainer.attention_backends import FLASH, FUSED, UNFUSED, Choice
 from rlpost.trainer.frozen import freeze_by_name, keep_graph
 from rlpost.trainer.kernels import accumulate_in_products, chosen_attention, kernel_fields
 from rlpost.trainer.layer_specs import (
-    LOCAL,
     TRANSFORMER_ENGINE,
     block_spec,
-    chosen_implementation,
+    implementation_of,
     mark_biases_of_experts,
     mark_shards_of_experts,
 )
@@ -82,9 +81,7 @@ def build_model(description: ModelDescription, config: Config) -> list[GPTModel]
         ConfigError: a requested kernel is not available, or Megatron-core rejects the settings.
     """
     num_stages = description.num_virtual_stages(config)
-    # adapters are subclasses of Megatron's own linear layers
-    uses_local = config.lora.lora_rank is not None and config.perf.transformer_impl is None
-    implementation = LOCAL if uses_local else chosen_implementation(config.perf.transformer_impl)
+    implementation = implementation_of(config)
     attention = chosen_attention(description, config, implementation=implementation)
     transformer = _transformer_config(
         description, config, implementation=implementation, attention=attention

@@ -55,7 +55,6 @@ class ModelDescription:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return architecture.head_dim(self.hf_config)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -62,7 +63,11 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
         update_one_by_one(one.optimizer)
     transformer = model[0].config
     transformer.finalize_model_grads_func = step.finalize_summed_grads
-    transformer.grad_scale_func = optimizer.scale_loss
+    # A weak reference. Otherwise Megatron's configuration keeps the optimizer, and through it the
+    # model and the process groups, until the process ends: the cycle passes through autograd's nodes,
+    # which gc does not traverse.
+    held = weakref.proxy(optimizer)
+    transformer.grad_scale_func = lambda loss: held.scale_loss(loss)
     if config.perf.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -119,15 +119,15 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
                 f"{sample.response_length} response tokens; both must be at least 1"
             )
     shared = layout.shared(micro_batch)
-    own = [
+    suffixes = [
         sample.token_ids.array[count:] for sample, count in zip(micro_batch, shared, strict=True)
     ]
-    sequences = _padded(list(map(len, own)), layout)
+    sequences = _padded(list(map(len, suffixes)), layout)
     # of each sequence: how many rows are its own, and how many first tokens have rows before them
     spans = list(itertools.zip_longest(sequences, shared, fillvalue=0))
     starts = [0, *itertools.accumulate(sequences)]
     input_ids = np.zeros(starts[-1], dtype=np.int64)
-    for start, ids in zip(starts, own, strict=False):
+    for start, ids in zip(starts, suffixes, strict=False):
         input_ids[start : start + len(ids)] = ids
     paths = _paths(spans)
     rows = torch.cat(
@@ -146,8 +146,8 @@ def pack(micro_batch: MicroBatch, layout: RowLayout = RowLayout()) -> PackedMicr
         return _joined(arrays, dtype)[held]
 
     def of_sample(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
-        of_samples = torch.tensor(list(values), dtype=dtype)
-        return of_samples.repeat_interleave(torch.tensor(responses))[held]
+        per_sample = torch.tensor(list(values), dtype=dtype)
+        return per_sample.repeat_interleave(torch.tensor(responses))[held]
 
     mask_sizes, mask_ids = _masks(micro_batch, held)
     return PackedMicroBatch(
@@ -238,10 +238,12 @@ def held_tokens(micro_batch: MicroBatch, layout: RowLayout) -> torch.Tensor:
     """
     shared = layout.shared(micro_batch)
     lengths = [len(sample.token_ids) for sample in micro_batch]
-    own = list(map(operator.sub, lengths, shared))
+    remaining = list(map(operator.sub, lengths, shared))
     ends = itertools.accumulate(lengths)  # a sample's own tokens are its last ones
     held = []
-    for end, length, padded in itertools.zip_longest(ends, own, _padded(own, layout), fillvalue=0):
+    for end, length, padded in itertools.zip_longest(
+        ends, remaining, _padded(remaining, layout), fillvalue=0
+    ):
         whole = torch.full((padded,), -1)
         whole[:length] = torch.arange(end - length, end)
         held.append(whole[_zigzag(padded, layout)])

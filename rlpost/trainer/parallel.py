@@ -8,7 +8,6 @@ ranks of one pipeline stage: expert-tensor first, then expert, then data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -16,9 +15,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from common.torch_store import close_store, open_store
+from common.torch_store import close_store, join_ranks, open_store
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
 from rlpost.trainer import device
@@ -26,6 +26,7 @@ from rlpost.trainer.weights.inventory import Groups
 
 T = TypeVar("T")
 _stores: list[dist.Store] = []  # torch does not keep the Python object of the store that it uses
+_timeouts: list[timedelta] = []  # of the groups; torch has no public way to read it
 
 tensor_parallel_group = parallel_state.get_tensor_model_parallel_group
 """Returns the ranks over which single tensors are sharded."""
@@ -74,6 +75,7 @@ def initialise(rendezvous: Rendezvous, config: Config, *, num_virtual_stages: in
         secret=rendezvous.secret,
         timeout=timeout,
     )
+    join_ranks(store, rendezvous.rank, rendezvous.world_size)
     _stores.append(store)
     dist.init_process_group(
         device.backend(),
@@ -100,6 +102,7 @@ def form_groups(config: Config, *, num_virtual_stages: int | None) -> None:
         expert_tensor_parallel_size=perf.expert_tensor_parallel_size,
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
     )
+    _timeouts[:] = [timedelta(minutes=config.cluster.distributed_timeout_minutes)]
     device.seed(config.optimizer.seed)
     model_parallel_cuda_manual_seed(config.optimizer.seed)
 
@@ -131,7 +134,10 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def destroy() -> None:
-    """Destroy all groups; does nothing without any."""
+    """Destroy all groups, if there are any."""
+    # Megatron-core keeps the last tables by their modules, and these keep their groups' sockets.
+    for rotary in (RotaryEmbedding, YarnRotaryEmbedding):
+        rotary.forward.cache_clear()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -206,25 +212,6 @@ def _releasable_bytes(backend: dist.Backend) -> int | None:
         raise
 
 
-def raise_everywhere(act: Callable[[], T], failed: Callable[[str], Exception]) -> T:
-    """Call ``act``; after an OSError on any rank raise an exception on every rank. Collective.
-
-    If one rank failed alone, the others would wait for it in their next collective. ``failed``
-    makes the exception from the error of the first rank that has one.
-    """
-    problem, result = None, None
-    try:
-        result = act()
-    except OSError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, each in enumerate(problems):
-        if each is not None:
-            raise failed(f"rank {rank}: {each}")
-    return result  # type: ignore[return-value]
-
-
 def smallest(value: int | None) -> int | None:
     """Return the smallest value of all ranks, or None if a rank has none. Collective."""
     found: list[int | None] = [None] * dist.get_world_size()
@@ -240,6 +227,7 @@ def weight_groups() -> Groups:
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         expert=parallel_state.get_expert_model_parallel_group(),
         pipeline=pipeline_group(),
+        timeout=_timeouts[0],
     )
 
 

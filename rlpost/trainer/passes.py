@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from rlpost.algorithm.objective import Stats
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
-from rlpost.trainer import device, parallel, step
+from rlpost.trainer import device, optimizer, parallel, step
 from rlpost.trainer.logprobs import TeacherScores, held_scores
 from rlpost.trainer.mtp import LossOf, MtpTraining, shifted
 from rlpost.trainer.packing import (
@@ -88,6 +88,7 @@ class Passes:
             )
 
         micro_batches = log_prob_micro_batches(batch)
+        self._gather_encoder()
         packed = self._pack(micro_batches)
         set_mode(self._model, training=False)
         recorded = micro_batches if records_routes else ()
@@ -123,6 +124,7 @@ class Passes:
         Raises:
             Interrupted: at one of the stop points; some gradients may be accumulated.
         """
+        self._gather_encoder()
         packed = self._pack(batch.micro_batches)
         loss = self._micro_batch_loss(batch)
 
@@ -168,6 +170,14 @@ class Passes:
             num_samples=batch.num_samples,
             num_tokens=batch.num_tokens,
         )
+
+    def _gather_encoder(self) -> None:
+        """Wait for the gathers of weights, if the encoder of images is trained.
+
+        Data-parallel ranks would gather it in another order, depending on their images.
+        """
+        if self._config.trains_encoder:
+            optimizer.finish_param_sync(self._model, self._config)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedMicroBatch]:
         return [

@@ -8,8 +8,9 @@ collective, NCCL increments ``seqCollective_``
 (``torch/csrc/distributed/c10d/ProcessGroupGloo.cpp``, ``ProcessGroupNCCL.cpp``; the statement about
 NCCL is from its source, not tested). Two kinds of groups are left out:
 
-- groups of pipeline stages: gloo counts point-to-point messages too, NCCL a batch of them as one
-  collective (``startCoalescing``), and stages send different numbers of them;
+- groups of pipeline stages, and of an exchange of slices: gloo counts point-to-point messages too,
+  NCCL a batch of them as one collective (``startCoalescing``), and ranks send different numbers of
+  them;
 - the group of background saves: another thread uses it.
 
 On NCCL a collective is entered when it is enqueued, so the counts show the progress of each rank's
@@ -30,7 +31,9 @@ from rlpost.observe.progress.position import GroupCount
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 SAVE_GROUP = "SAVE_GROUP"
 """Description of the process group of background saves."""
-_UNEVEN = ("PIPELINE_MODEL_PARALLEL_GROUP", SAVE_GROUP)
+EXCHANGE_GROUP = "EXCHANGE_GROUP"
+"""Description of the process group in which ranks exchange slices of weights."""
+_UNEVEN = ("PIPELINE_MODEL_PARALLEL_GROUP", SAVE_GROUP, EXCHANGE_GROUP)
 BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 

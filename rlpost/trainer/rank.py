@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
@@ -18,7 +17,7 @@ from common.attempt import attempt_secret
 from rlpost.columns import FloatColumn
 from rlpost.config.tree import Config
 from rlpost.observe.progress.position import RECORDER, Position
-from rlpost.trainer import device, parallel, progress, weight_files
+from rlpost.trainer import device, parallel, progress
 from rlpost.trainer.critic import Critic, Values
 from rlpost.trainer.model_description import ModelDescription, read_description
 from rlpost.trainer.own_time import OWN_TIME
@@ -118,7 +117,7 @@ class Rank(ABC):
         Raises:
             CheckpointError: the folder cannot be written; raised on every rank.
         """
-        weight_files.write_everywhere(partial(self._critic().export, folder), folder)
+        self._critic().export(folder)
 
     def _critic(self) -> Critic:
         """Return the critic, which the settings must have."""

@@ -8,7 +8,6 @@ rotated dimensions. All of it is computed in float32 with the operations of tran
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from rlpost.models.rope import RopeOptions, attention_factor, rope_type
+from rlpost.models.rope import AxisSections, RopeOptions, attention_factor, rope_type
 
 
 def inverse_frequencies(options: RopeOptions, width: int) -> torch.Tensor:
@@ -98,24 +97,34 @@ def set_frequencies(table: RotaryEmbedding, options: RopeOptions) -> None:
 
 
 def angles_of_rows(
-    table: torch.Tensor, positions: torch.Tensor, sections: Sequence[int] = ()
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    sections: AxisSections | None = None,
+    *,
+    rotates_neighbours: bool = False,
 ) -> torch.Tensor:
     """Return the angles of each row: [T, 1, 1, width].
 
     Args:
-        table: angles of each position: [longest sequence, 1, 1, width], frequencies twice.
+        table: angles of each position: [longest sequence, 1, 1, width], each frequency twice.
         positions: [T]; or [3, T], frame, row and column.
-        sections: the number of frequencies that rotate by each of the three. They take turns:
-            frame, row, column, frame, ...; those after the last turn rotate by the frame
-            (``apply_interleaved_mrope`` in ``modeling_qwen3_vl.py`` of transformers 5.12).
+        sections: the frequencies that rotate by each of the three (``apply_interleaved_mrope`` in
+            ``modeling_qwen3_vl.py``, ``apply_multimodal_rotary_pos_emb`` in
+            ``modeling_qwen2_5_vl.py``, ``apply_mrope`` in ``modeling_glm4v.py`` of transformers 5.12).
+        rotates_neighbours: a frequency is in two neighbouring columns of the table, otherwise in the
+            same column of each half (``rotary_interleaved`` of Megatron).
     """
     if positions.dim() == 1:
         return table[positions]
+    assert sections is not None, "checked with the layout"
     angles = table[positions[0]]
     half = table.size(-1) // 2
     for axis in (1, 2):
-        turns = torch.arange(axis, min(3 * sections[axis], half), 3, device=table.device)
-        columns = torch.cat([turns, half + turns])
+        frequencies = torch.tensor(sections.of_axis(axis, half), device=table.device)
+        if rotates_neighbours:
+            columns = torch.cat([2 * frequencies, 2 * frequencies + 1])
+        else:
+            columns = torch.cat([frequencies, half + frequencies])
         angles[..., columns] = table[positions[axis]][..., columns]
     return angles
 

@@ -36,7 +36,7 @@ class RouteShape:
     tensor_size: int = 1  # parts of the rows; 1 without sequence parallelism
 
     def part(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows that this rank's routers see."""
+        """[rows, ...] -> the rows that this rank's routers see."""
         return rows.chunk(self.tensor_size)[self.tensor_rank]
 
 

@@ -86,8 +86,8 @@ class LayerRouting:
             experts = self._next_to_repeat(len(scores))
         else:
             with torch.no_grad():
-                _, own = default_compute_topk(scores, topk, num_groups, group_topk)
-                experts = self._chosen(own, current)
+                _, computed = default_compute_topk(scores, topk, num_groups, group_topk)
+                experts = self._chosen(computed, current)
             is_checkpointed = current.is_training and not torch.is_grad_enabled()
             if is_checkpointed:
                 self.to_repeat.append(experts.to(torch.int16))
@@ -98,12 +98,12 @@ class LayerRouting:
             raise RuntimeError("backward repeats a layer in another order than forward computed it")
         return self.to_repeat.popleft().long()
 
-    def _chosen(self, own: torch.Tensor, current: ReplayPass) -> torch.Tensor:
-        """The given experts where they are known, else ``own``; recorded and counted."""
+    def _chosen(self, computed: torch.Tensor, current: ReplayPass) -> torch.Tensor:
+        """The given experts where they are known, else those ``computed``; recorded and counted."""
         assert current.micro_batch is not None and current.index is not None
         routes = current.micro_batch.routes
         if routes is None:
-            experts = own
+            experts = computed
         else:
             replayed_experts = routes[:, self._slot].long()
             in_order = replayed_experts.sort(1).values
@@ -111,9 +111,9 @@ class LayerRouting:
             # up.
             is_repeated = (in_order[:, 1:] == in_order[:, :-1]).any(1)
             is_known = (replayed_experts != UNKNOWN).all(1) & ~is_repeated
-            experts = torch.where(is_known[:, None], replayed_experts, own)
+            experts = torch.where(is_known[:, None], replayed_experts, computed)
             if current.is_training:
-                differs = (in_order != own.sort(1).values).any(1) & is_known
+                differs = (in_order != computed.sort(1).values).any(1) & is_known
                 self._replay.counts[self._slot, :2] += torch.stack([is_known.sum(), differs.sum()])
         if current.records:
             self._replay.record(current, self._slot, experts)

@@ -15,7 +15,6 @@ and keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -24,10 +23,13 @@ from typing import TypeVar
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
 
+from rlpost.models.rope import AxisSections
 from rlpost.trainer.packing import PackedMicroBatch
 from rlpost.trainer.rotary import angles_of_rows
 from rlpost.trainer.vision.rows import ImageRows
+from rlpost.trainer.vision.trained import DeepFeatures
 
 P = TypeVar("P", bound=PackedSeqParams)
 
@@ -52,9 +54,8 @@ class RowParams(PackedSeqParams):
     key_rows: torch.Tensor | None = None  # [K] int64, rows of T
     of_attention: PackedSeqParams | None = None  # bounds of the sequences in T and in K
     images: ImageRows | None = None
-    deep_features: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Set by the first stage: rows [I] and what is added to them after the first layers
-    [I, layers, hidden]."""
+    deep_features: DeepFeatures | None = None
+    """Set by the first stage: what is added to rows after the first layers."""
 
 
 def row_params(packed: PackedMicroBatch) -> PackedSeqParams:
@@ -88,12 +89,12 @@ def _params(
     )
 
 
-def use_row_params(model: GPTModel, sections: Sequence[int] | None) -> None:
+def use_row_params(model: GPTModel, sections: AxisSections | None) -> None:
     """Make each layer of a model know ``RowParams``; ``sections`` are those of ``angles_of_rows``."""
     for layer in model.decoder.layers:
         attention = layer.self_attention
         attention.register_forward_pre_hook(
-            partial(_with_angles_of_rows, sections or ()), with_kwargs=True
+            partial(_with_angles_of_rows, sections), with_kwargs=True
         )
         if hasattr(attention, "core_attention"):  # linear attention has none
             attention.core_attention.register_forward_pre_hook(
@@ -105,8 +106,8 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 def _with_angles_of_rows(
-    sections: Sequence[int],
-    _: torch.nn.Module,
+    sections: AxisSections | None,
+    attention: Attention,
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Arguments:
@@ -115,7 +116,13 @@ def _with_angles_of_rows(
     if not isinstance(packed, RowParams) or not isinstance(table, torch.Tensor):
         return args, kwargs
     assert packed.positions is not None
-    return args, {**kwargs, "rotary_pos_emb": angles_of_rows(table, packed.positions, sections)}
+    angles = angles_of_rows(
+        table,
+        packed.positions,
+        sections,
+        rotates_neighbours=attention.config.rotary_interleaved,
+    )
+    return args, {**kwargs, "rotary_pos_emb": angles}
 
 
 def _with_keys_of_all_tokens(

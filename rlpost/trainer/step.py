@@ -52,7 +52,7 @@ end in ``_max``.
 def finalize_summed_grads(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object
 ) -> None:
-    """Megatron's ``finalize_model_grads`` without the division by ``num_tokens``."""
+    """Megatron's ``finalize_model_grads`` without the division by ``num_tokens`` (a scalar)."""
     OWN_TIME.end()
     finalize_model_grads(model, None, **kwargs)
 
@@ -155,7 +155,10 @@ class MicroBatchLoss:
         logits: torch.Tensor,
         teacher: HeldScores = WITHOUT_TEACHER,
     ) -> Losses:
-        """Compute the loss of a micro-batch; its terms of the metrics include the loss."""
+        """Compute the loss of a micro-batch; its terms of the metrics include the loss.
+
+        ``logits`` are [1, T, V / tp], all others [R], or [R, K] of a teacher's top tokens.
+        """
         logprobs_R, entropy_R, top_RK = self._logprobs_with_top(logits, packed, teacher.top_ids)
 
         def trained(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -217,7 +220,7 @@ def run(
 
     Returns:
         The results of ``loss_of(index, micro_batch, logits)`` on the last pipeline stage; an empty
-        list on the others.
+        list on the others. Its logits are [1, T, V / tp].
 
     Raises:
         Interrupted: at one of the ``stop_points``; gradients of some micro-batches may be

@@ -11,6 +11,7 @@ classes for token classification with one label; a torch_dist checkpoint calls i
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +26,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
+from rlpost.errors import CheckpointError, WeightError
 from rlpost.models.family import Family
 from rlpost.models.names import Rule
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.model import build_model
 from rlpost.trainer.model_description import ModelDescription
+from rlpost.trainer.outcomes import on_every_rank, same_on_every_rank
 from rlpost.trainer.torch_dist.reader import StoredTensors
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import OUTPUT_LAYER, Gather, Inventory, gather_entries
@@ -141,11 +144,14 @@ def value_inventory(
 def value_config(description: ModelDescription) -> dict[str, object]:
     """Return the config.json of an exported critic.
 
-    Its class is transformers' for token classification, with one label.
+    Its class is transformers' for token classification, with one label. Of models with images
+    transformers has none: their own class opens the folder without the head.
     """
-    name = description.architecture.replace("ForCausalLM", "ForTokenClassification")
+    ending = r"For(CausalLM|ConditionalGeneration)$"
+    name = re.sub(ending, "ForTokenClassification", description.architecture)
+    whole = description.file_config if description.family.carried else description.hf_config
     return {
-        **description.hf_config,
+        **whole,
         "architectures": [name],
         "id2label": {"0": "value"},
         "label2id": {"value": 0},
@@ -185,14 +191,20 @@ def read_value_weights(
     Raises:
         WeightError, CheckpointError: the weights do not fit the model.
     """
-    checkpoint = find_checkpoint(folder)
+    checkpoint = same_on_every_rank(lambda: find_checkpoint(folder), CheckpointError)
     if checkpoint is None:
         hidden = chunks[0].config.hidden_size
-        source = ValueFolder(folder, seed=seed, hidden=hidden)
-        import_weights(inventory, source)
-        has_head = source.has_head
+
+        def read() -> bool:
+            source = ValueFolder(folder, seed=seed, hidden=hidden)
+            import_weights(inventory, source)
+            return source.has_head
+
+        has_head = on_every_rank(read, WeightError)
     else:
-        has_head = f"{STORED_HEAD}weight" in StoredTensors(checkpoint)
+        has_head = same_on_every_rank(
+            lambda: f"{STORED_HEAD}weight" in StoredTensors(checkpoint), CheckpointError
+        )
         omitted = () if has_head else (STORED_HEAD,)
         megatron_checkpoint.load_weights(checkpoint, chunks=chunks, omitted=omitted)
     if not has_head:

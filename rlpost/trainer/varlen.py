@@ -11,10 +11,10 @@ fewer queries than keys, its queries are the last positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import FunctionCtx
 
 BOTTOM_RIGHT = 2
 """The causal mask of aten's memory-efficient kernel that is aligned to the last query and key."""
@@ -134,7 +134,7 @@ class _FlashWithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -152,10 +152,10 @@ class _FlashWithSinks(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, output, with_sink, *random_state = ctx.saved_tensors
         (gradient,) = gradients
-        of_inputs = torch.ops.aten._flash_attention_backward(
+        input_gradients = torch.ops.aten._flash_attention_backward(
             gradient.contiguous(),
             query,
             key,
@@ -168,8 +168,8 @@ class _FlashWithSinks(torch.autograd.Function):
         )
         dot = (gradient.float() * output.float()).sum(-1)  # [Tq, heads]
         weight = (sinks.float().unsqueeze(-1) - with_sink).exp().mT
-        of_sinks = -(weight * dot).sum(0).to(sinks.dtype)
-        return (*of_inputs, of_sinks, None)
+        sink_gradients = -(weight * dot).sum(0).to(sinks.dtype)
+        return (*input_gradients, sink_gradients, None)
 
 
 def _memory_efficient(

@@ -9,27 +9,23 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
 from common.files import sync
 from rlpost.config.tree import Config
-from rlpost.errors import CheckpointError
-from rlpost.trainer import parallel
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.model_description import ModelDescription
+from rlpost.trainer.outcomes import on_every_rank
 from rlpost.trainer.weights.exporter import Exporter
-from rlpost.trainer.weights.folder_export import export_folder
+from rlpost.trainer.weights.folder_export import cannot_write, export_folder
 from rlpost.trainer.weights.hf_folder import copy_files, tokenizer_files
 from rlpost.trainer.weights.inventory import Inventory
-from rlpost.trainer.weights.peft_folder import write_peft_folder
-
-T = TypeVar("T")
+from rlpost.trainer.weights.peft_folder import peft_tensors, write_peft_folder
+from rlpost.trainer.weights.whole_tensors import BUCKET_BYTES
 
 
 def export(
@@ -47,15 +43,17 @@ def export(
         CheckpointError: the folder cannot be written; raised on every rank.
     """
     if config.lora.lora_export == "peft":
-        writes, adapters = dist.get_rank() == 0, peft_settings(config)
+        adapters = peft_settings(config)
+        tensors = peft_tensors(inventory, adapters)
 
         def write() -> None:
-            write_peft_folder(inventory, folder, settings=adapters, writes=writes)
-            if writes:  # training may have used other templates or tokens than the hub's model has
+            if dist.get_rank() == 0:
+                write_peft_folder(tensors, inventory, folder, adapters)
+                # training may have used other templates or tokens than the hub's model has
                 base = Path(config.checkpoint.hf_checkpoint)
                 copy_files(tokenizer_files(base), base, Path(folder))
 
-        write_everywhere(write, folder)
+        on_every_rank(write, partial(cannot_write, folder))
     else:
         export_merged(exporter, folder, description, config)
 
@@ -67,14 +65,13 @@ def export_merged(
     config: Config,
 ) -> None:
     """As ``export``, always all weights."""
-    write = partial(
-        export_folder,
+    export_folder(
         exporter,
         folder,
         template=config.checkpoint.hf_checkpoint,
         config=description.file_config,
+        bucket_bytes=min(config.sync.update_weight_buffer_size, BUCKET_BYTES),
     )
-    write_everywhere(write, folder)
 
 
 def write_adapters(inventory: Inventory, folder: Path, config: Config) -> int | None:
@@ -86,27 +83,17 @@ def write_adapters(inventory: Inventory, folder: Path, config: Config) -> int | 
     Raises:
         CheckpointError: the folder cannot be written; raised on every rank.
     """
-    writes, temporary = dist.get_rank() == 0, temporary_of(folder)
+    temporary, adapters = temporary_of(folder), peft_settings(config)
+    tensors = peft_tensors(inventory, adapters)
 
     def write() -> int | None:
-        if writes:
-            shutil.rmtree(temporary, ignore_errors=True)
-        adapters = peft_settings(config)
-        write_peft_folder(inventory, temporary, settings=adapters, writes=writes)
-        return commit(temporary, folder) if writes else None
+        if dist.get_rank() != 0:
+            return None
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_peft_folder(tensors, inventory, temporary, adapters)
+        return commit(temporary, folder)
 
-    return write_everywhere(write, folder)
-
-
-def write_everywhere(write: Callable[[], T], folder: str | Path) -> T:
-    """Call ``write``.
-
-    Raises:
-        CheckpointError: it failed on a rank; raised on every rank.
-    """
-    return parallel.raise_everywhere(
-        write, lambda problem: CheckpointError(f"cannot write weights to {folder}: {problem}")
-    )
+    return on_every_rank(write, partial(cannot_write, folder))
 
 
 def temporary_of(folder: Path) -> Path:

@@ -84,7 +84,7 @@ def engine_step(
         "--open-mode=append",
         *in_container(place),
         *prepared(options.environment, options.setup_command, place.home),
-        *[place.python, "-u", "-m", "rlpost.engines.fleet.agent", "--run-folder", place.run_folder],
+        *[place.python, "-u", "-m", "rlpost.engines.engine_job", "--run-folder", place.run_folder],
         *["--engine", name, "--stop-file", stop_file],
     ]
 

@@ -22,7 +22,7 @@ FIRST_PORT, NUM_PORTS = 20000, 10000
 
 
 def convert(host: Host, options: Options, tool: Sequence[str], flags: Sequence[str]) -> End:
-    """Convert weights into ``options.save``; ``tool`` are words of rlpost/cli/convert.py.
+    """Convert weights into ``options.save``; ``tool`` are words of ``rlpost convert``.
 
     One torchrun runs per node, with one process per GPU. If the target exists, the job ends at
     once. It writes to a folder with its job id in the name, which it renames at the end, and removes
@@ -44,7 +44,7 @@ def convert(host: Host, options: Options, tool: Sequence[str], flags: Sequence[s
     port = host.environ.get("MASTER_PORT") or str(free_pair(2 * int(job_id)))
     words = [expand(word, host.environ) for word in tool]
     torchrun = ["bash", f"{place.home}/slurm/torchrun.sh", place.python, str(options.gpus)]
-    command = [*torchrun, address, port, "-m", "rlpost.cli.convert", *words]
+    command = [*torchrun, address, port, "-m", "rlpost", "convert", *words]
     code = _run(host, options, place, [*command, "--save", writing, *flags])
     if code == EXIT_DONE and os.path.isdir(writing):
         os.rename(writing, save)

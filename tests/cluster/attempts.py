@@ -13,7 +13,7 @@ from tests.cluster.jobs import sbatch, until
 from tests.cluster.lab import REPOSITORY, Lab
 from tests.cluster.lab_host import wait_until
 
-BRINGUP_S = 120
+BRINGUP_S = 300
 STUB_RAY = REPOSITORY / "tests/fakes/ray_stub"
 
 # A driver that runs a Ray task on every node, before and after the request to stop.

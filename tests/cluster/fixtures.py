@@ -22,10 +22,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise the tests with the marker ``every_slurm``."""
     if metafunc.definition.get_closest_marker("every_slurm") is None:
         return
-    chosen = metafunc.config.getoption("--slurm")
-    releases = [chosen] if chosen else [None, "trixie"]
+    releases = slurm_releases(metafunc.config)
     names = [release or "machine" for release in releases]
     metafunc.parametrize("slurm_release", releases, ids=names, indirect=True, scope="module")
+
+
+def slurm_releases(config: pytest.Config) -> list[str | None]:
+    """``LabOptions.slurm`` of the tests with the marker ``every_slurm``."""
+    chosen = config.getoption("--slurm")
+    return [chosen] if chosen else [None, "trixie"]
 
 
 @pytest.fixture(scope="session")

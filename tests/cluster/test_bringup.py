@@ -29,6 +29,13 @@ def wrong_name(lab: Lab, tmp_path: Path) -> Iterator[None]:
     lab.wait_idle(["n02"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unwarned(lab: Lab) -> Attempt:
+    """An attempt of one minute, which passes while the other tests run."""
+    lead = "--signal-lead-s 45"
+    return Attempt(lab, "unwarned", nodes="n03,n04", options=lead, stub_ray=True, time_limit="1")
+
+
 def test_two_nodes_work_on_eth0_and_survive_the_term_of_a_preemption(lab: Lab) -> None:
     """Under proctrack/linuxproc TERM reaches every process below the task. Ray and the driver are
     not below it.
@@ -56,17 +63,16 @@ def test_two_nodes_work_on_eth0_and_survive_the_term_of_a_preemption(lab: Lab) -
         )
 
 
-def test_a_job_without_a_signal_is_stopped_before_its_time_limit(lab: Lab) -> None:
+def test_a_job_without_a_signal_is_stopped_before_its_time_limit(unwarned: Attempt) -> None:
     """Submitted without --signal: the head watches the clock. The job has one minute, the lead is
     45 s.
     """
-    attempt = Attempt(lab, "unwarned", options="--signal-lead-s 45", stub_ray=True, time_limit="1")
-    attempt.wait_until_it_works()
-    assert attempt.wait()[0] == "requeue"
-    stop = json.loads(attempt.log("STOP"))
+    unwarned.wait_until_it_works()
+    assert unwarned.wait()[0] == "requeue"
+    stop = json.loads(unwarned.log("STOP"))
     assert "no signal arrived" in stop["reason"]
     assert stop["deadline"] - stop["time"] == pytest.approx(45, abs=10)
-    attempt.end()
+    unwarned.end()
 
 
 def test_a_dead_node_fails_the_attempt_in_seconds_with_its_name(lab: Lab, wrong_name: None) -> None:

@@ -14,60 +14,72 @@ from tests.cluster.jobs import until
 from tests.cluster.lab import Lab
 
 
-@pytest.mark.parametrize(
-    ("node", "process", "cause"),
-    [
-        ("n02", "^[^ ]*/raylet/raylet ", "n02: Ray ended by itself"),
-        ("n01", "gcs_server ", "n01: Ray ended by itself"),
-    ],
-    ids=["raylet of a worker", "gcs"],
-)
-def test_a_dead_ray_is_found_in_seconds(lab: Lab, node: str, process: str, cause: str) -> None:
-    nodes = "n01" if node == "n01" else "n01,n02"  # one node suffices for the head's Ray
-    attempt = Attempt(lab, f"ray{node}", nodes=nodes, options="--loss-grace-s 2")
+def test_a_dead_ray_of_a_worker_is_found_in_seconds(lab: Lab) -> None:
+    """A real raylet that dies: tests/contract/test_agent.py; a real GCS: test_security.py."""
+    attempt = Attempt(lab, "worker", options="--loss-grace-s 2", stub_ray=True)
     attempt.wait_until_it_works()
-    attempt.kill(node, process)
+    attempt.kill("n02", "bootstrap.agent.ray_process")
     seconds = attempt.seconds_to_verdict()
-    print(f"{process} on {node}: {seconds:.1f} s")
+    print(f"Ray of n02: {seconds:.1f} s")
     assert seconds < 15
     assert attempt.verdict["verdict"] == "failed"
+    cause = "n02: Ray ended by itself"
     assert str(attempt.verdict["cause"]).startswith(cause)
     assert attempt.excluded == []  # the machine is not at fault
     assert cause in attempt.log("STOP")  # the driver was given time to stop
     attempt.end()
 
 
+# anchored, because the command line of srun contains the same words
+AGENT = "^[^ ]*python[^ ]* -u -m bootstrap.agent "
+
+
 @pytest.mark.parametrize(
-    ("node", "signal", "cause", "excluded"),
+    ("node", "cause"),
     [
-        ("n02", "KILL", "n02 is gone: the connection was closed", []),
-        (
-            "n02",
-            "STOP",
-            "n02 is gone: it has been silent for 10 s: its agent hangs or is stopped",
-            ["n02"],
-        ),
-        ("n01", "KILL", "n02 lost the head n01: the connection was closed", []),
-        ("n01", "STOP", "n02 lost the head n01: it has been silent for 10 s", []),
+        ("n02", "n02 is gone: the connection was closed"),
+        ("n01", "n02 lost the head n01: the connection was closed"),
     ],
 )
-def test_an_agent_that_dies_or_hangs_is_found_in_seconds(
-    lab: Lab, node: str, signal: str, cause: str, excluded: list[str]
-) -> None:
+def test_an_agent_that_dies_is_found_in_seconds(lab: Lab, node: str, cause: str) -> None:
     """Ray is a stub: its state plays no part in the decision."""
-    attempt = Attempt(
-        lab, f"agent{node}{signal}".lower(), options="--loss-grace-s 2", stub_ray=True
-    )
+    attempt = Attempt(lab, f"killed{node}", options="--loss-grace-s 2", stub_ray=True)
     attempt.wait_until_it_works()
-    # anchored, because the command line of srun contains the same words
-    attempt.kill(node, "^[^ ]*python[^ ]* -u -m bootstrap.agent ", signal)
+    attempt.kill(node, AGENT)
     seconds = attempt.seconds_to_verdict()
-    print(f"{signal} to the agent of {node}: {seconds:.1f} s")
-    assert seconds < (8 if signal == "KILL" else 20)
+    print(f"KILL to the agent of {node}: {seconds:.1f} s")
+    assert seconds < 8
     assert attempt.verdict["verdict"] == "failed"
     assert str(attempt.verdict["cause"]).startswith(cause)
-    assert attempt.excluded == excluded
+    assert attempt.excluded == []
     attempt.end()
+
+
+def test_an_agent_that_hangs_is_found_in_seconds(lab: Lab) -> None:
+    """A node's, which is excluded, and a head's; at the same time."""
+    pairs = {"n02": "n01,n02", "n03": "n03,n04"}
+    hanging = {
+        node: Attempt(lab, f"hangs{node}", nodes=nodes, options="--loss-grace-s 2", stub_ray=True)
+        for node, nodes in pairs.items()
+    }
+    for attempt in hanging.values():
+        attempt.wait_until_it_works()
+    stopped_at = time.monotonic()
+    for node, attempt in hanging.items():
+        attempt.kill(node, AGENT, "STOP")
+    causes = {
+        "n02": "n02 is gone: it has been silent for 10 s: its agent hangs or is stopped",
+        "n03": "n04 lost the head n03: it has been silent for 10 s",
+    }
+    for node, attempt in hanging.items():
+        word, cause = attempt.wait()
+        print(f"STOP to the agent of {node}: {time.monotonic() - stopped_at:.1f} s")
+        assert time.monotonic() - stopped_at < 20
+        assert word == "failed" and cause.startswith(causes[node])
+    assert (hanging["n02"].excluded, hanging["n03"].excluded) == (["n02"], [])
+    lab.run("ctl", ["scancel", *(attempt.job for attempt in hanging.values())])
+    for attempt in hanging.values():
+        attempt.end()
 
 
 def test_a_machine_that_loses_its_network_is_found_in_seconds_and_excluded(

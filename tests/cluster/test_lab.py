@@ -17,23 +17,6 @@ from tests.cluster.lab_config import LabOptions
 from tests.cluster.lab_host import NETNS_ETC, NETNS_RUN, build_network, why_no_cached_folder
 
 
-@pytest.mark.every_slurm
-def test_every_node_is_a_separate_machine(lab: Lab) -> None:
-    """A task on each node sees another host name, address, decoys, /tmp, processes and GPUs."""
-    script = (
-        'touch /tmp/$(hostname); echo $(hostname) $(ip -4 -o addr show dev eth0 | grep -o "10.77.0.[0-9]*/") '
-        "$(ls /sys/class/net | tr '\\n' ,) $(cd /tmp && ls -d n0* | tr '\\n' ,) $CUDA_VISIBLE_DEVICES"
-    )
-    answer = lab.run(
-        "ctl", ["srun", "-N2", "--ntasks-per-node=1", "--gres=gpu:4", "-l", "sh", "-c", script]
-    )
-    lines = {tuple(line.partition(": ")[2].split()) for line in answer.stdout.splitlines()}
-    assert lines == {
-        (name, f"{lab.ip(name)}/", "docker0,eth0,ib0,ib0p,lo,", f"{name},", "0,1,2,3")
-        for name in ("n01", "n02")
-    }
-
-
 def test_nodes_reach_each_other_on_eth0_only(lab: Lab) -> None:
     """The decoys have addresses but are not connected."""
     listen = (
@@ -146,3 +129,20 @@ def test_a_slurm_that_cannot_be_made_is_an_error_with_its_reason_and_leaves_noth
     finally:
         slurm_roots._root_or_reason.cache_clear()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.every_slurm
+def test_every_node_is_a_separate_machine(lab: Lab) -> None:
+    """A task on each node sees another host name, address, decoys, /tmp, processes and GPUs."""
+    script = (
+        'touch /tmp/$(hostname); echo $(hostname) $(ip -4 -o addr show dev eth0 | grep -o "10.77.0.[0-9]*/") '
+        "$(ls /sys/class/net | tr '\\n' ,) $(cd /tmp && ls -d n0* | tr '\\n' ,) $CUDA_VISIBLE_DEVICES"
+    )
+    answer = lab.run(
+        "ctl", ["srun", "-N2", "--ntasks-per-node=1", "--gres=gpu:4", "-l", "sh", "-c", script]
+    )
+    lines = {tuple(line.partition(": ")[2].split()) for line in answer.stdout.splitlines()}
+    assert lines == {
+        (name, f"{lab.ip(name)}/", "docker0,eth0,ib0,ib0p,lo,", f"{name},", "0,1,2,3")
+        for name in ("n01", "n02")
+    }

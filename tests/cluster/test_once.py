@@ -68,7 +68,7 @@ def test_two_nodes_convert_a_model_which_appears_when_it_is_complete(lab):
     assert (target / "latest_checkpointed_iteration.txt").read_text() == "release"
     written = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     back = ["--input-dir", str(target), "--output-dir", str(folder / "back")]
-    tool = [sys.executable, "-m", "rlpost.cli.convert", "to-hf", *back, "--origin-hf-dir", "tiny"]
+    tool = [sys.executable, "-m", "rlpost", "convert", "to-hf", *back, "--origin-hf-dir", "tiny"]
     lab.run("ctl", tool, cwd=folder, env={"PYTHONPATH": str(ROOT)}, timeout_s=240)
     found, expected = (load_file(folder / one / "model.safetensors") for one in ("back", "tiny"))
     assert found.keys() == expected.keys()

@@ -123,11 +123,12 @@ def places_of_secret(attempt: Attempt, node: str) -> str:
 
 def test_two_users_of_one_node_do_not_meet_and_the_secret_stays_in_its_file(lab: Lab) -> None:
     """Real Ray for both at once: by default it would share ports and /tmp/ray, and its processes
-    receive the secret as their token.
+    receive the secret as their token. The death of one GCS is found in seconds, and the other
+    user's Ray works on.
     """
     open_interpreter_to_all_users(lab, "n04")
     theirs = Attempt(lab, "theirs", nodes="n04", user="nobody")
-    mine = Attempt(lab, "mine", nodes="n04")
+    mine = Attempt(lab, "mine", nodes="n04", options="--loss-grace-s 2")
     clusters = {attempt: attempt.wait_until_it_works() for attempt in (mine, theirs)}
     assert places_of_secret(mine, "n04") == ""
     blocks = [range(it.port_base, it.port_base + it.port_count) for it in clusters.values()]
@@ -151,8 +152,13 @@ def test_two_users_of_one_node_do_not_meet_and_the_secret_stays_in_its_file(lab:
     assert stranger.returncode != 0 and "INSIDE" not in stranger.stdout
     assert "InvalidAuthToken" in stranger.stdout + stranger.stderr
 
-    mine.stop()
-    assert mine.wait()[0] == "requeue"
+    mine.kill("n04", f"gcs_server .*/r{mine.job}[.]0/")
+    assert mine.seconds_to_verdict() < 15
+    word, cause = mine.wait()
+    ended = "n04: Ray ended by itself"
+    assert word == "failed" and cause.startswith(ended)
+    assert mine.excluded == []  # the machine is not at fault
+    assert ended in mine.log("STOP")  # the driver was given time to stop
     assert places_of_secret(mine, "n04") == ""
     theirs.stop()
     assert theirs.wait()[0] == "requeue"

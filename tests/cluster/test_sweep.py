@@ -21,7 +21,7 @@ GRID = ("--grid", "lr=1e-6,2e-6")
 # rlpost sweep; its snapshot of the code is that of the stand-in agent.
 SWEEP = """\
 import sys; from pathlib import Path
-import rlpost.cli.submit as verb, rlpost.cli.sweep as sweep
+import rlpost.cli.submit as verb, rlpost.extensions.sweep.sweep_verb as sweep
 from rlpost.cli.entry import run_command
 spec, verb.PROJECT = verb.job_spec, Path(sys.argv[1])
 verb.job_spec = lambda config, **rest: spec(config, driver_args=(sys.argv[2],))
@@ -55,31 +55,20 @@ def project(lab: Lab) -> Path:
     return make_project(lab.shared / "swept")
 
 
-def test_each_point_is_a_job_with_its_settings(lab: Lab, project: Path) -> None:
-    runs_dir = lab.shared / "sweeps"
-    output = finish(start_sweep(lab, project, "done", "--runs-dir", str(runs_dir), "--name", "s"))
-    jobs = re.findall(r"^submitted (\d+)$", output, re.MULTILINE)
-    assert len(set(jobs)) == 2
-    for job in jobs:
-        until(lambda job=job: job_info(lab, job).state.is_over, lab, "all runs are over")
-    assert sorted(path.name for path in runs_dir.iterdir()) == ["s-p0", "s-p1"]
-    assert states(lab, runs_dir) == ["COMPLETED"] * 2
-    rates = [
-        json.loads((runs_dir / name / "run.json").read_text())["optimizer"]["lr"]
-        for name in ("s-p0", "s-p1")
-    ]
-    assert rates == [1e-6, 2e-6]
-
-
-def test_a_run_of_a_sweep_is_requeued_and_cancelled_without_the_others(
+def test_each_point_is_a_job_with_its_settings_that_is_requeued_and_cancelled_alone(
     lab: Lab, project: Path
 ) -> None:
     """Each run is a separate job with a separate output file, not a task of a job array."""
-    runs_dir = lab.shared / "requeued"
+    runs_dir = lab.shared / "sweeps"
     flags = ("--name", "s", "--runs-dir", str(runs_dir))
-    finish(start_sweep(lab, project, "wait", *flags))
+    output = finish(start_sweep(lab, project, "wait", *flags))
+    assert sorted(path.name for path in runs_dir.iterdir()) == ["s-p0", "s-p1"]
     runs = [RunFolder(runs_dir / f"s-p{number}") for number in range(2)]
     jobs = [run.ledger.read()[1]["job_id"] for run in runs]
+    assert len(set(jobs)) == 2
+    assert jobs == re.findall(r"^submitted (\d+)$", output, re.MULTILINE)
+    rates = [json.loads(run.run_json.read_text())["optimizer"]["lr"] for run in runs]
+    assert rates == [1e-6, 2e-6]
     described = [
         lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout for job in jobs
     ]

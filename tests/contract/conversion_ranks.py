@@ -46,7 +46,7 @@ def _rank_main(
     folder: str,
     place: tuple[int, int, list[int]],
 ) -> None:
-    from rlpost.trainer.conversion import Converter, with_mtp_layer
+    from rlpost.extensions.converting.conversion import Converter, with_parts_of
     from rlpost.trainer.parallel import Rendezvous
 
     rank, num_ranks, ports = place
@@ -56,7 +56,7 @@ def _rank_main(
             original, kept = f"{folder}/{each.model}", f"{folder}/{each.model}_torch_dist"
             for layout, forward in ((each.there, True), (each.back, False)):
                 settings = rank_config(original, distributed_timeout_minutes=2, **layout)
-                settings = with_mtp_layer(settings, original if forward else kept)
+                settings = with_parts_of(settings, original if forward else kept)
                 meeting = Rendezvous(
                     rank, num_ranks, "127.0.0.1", next(remaining), secret="of the conversion"
                 )

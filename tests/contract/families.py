@@ -213,6 +213,11 @@ QWEN_TOWER = dict(
     depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64,
     num_position_embeddings=64,
 )  # fmt: skip
+WINDOWED_TOWER = dict(
+    depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, patch_size=14,
+    window_size=56, fullatt_block_indexes=[1],
+)  # fmt: skip
+"""Windows of 2 x 2 tokens in layers 0 and 2."""
 GLM_TOWER = dict(
     depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, image_size=56
 )
@@ -226,6 +231,11 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": MROPE | {"mrope_interleaved": True}, "tie_word_embeddings": True},
         QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
     ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {"rope_parameters": MROPE, "tie_word_embeddings": True},
+        WINDOWED_TOWER,
+    ),
     "qwen3-vl-moe": (
         "Qwen3VLMoe",
         EXPERTS
@@ -234,7 +244,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "moe_intermediate_size": 48,
             "rope_parameters": MROPE | {"mrope_interleaved": True},
         },
-        QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
+        QWEN_TOWER | {"deepstack_visual_indexes": [0, 1, 2]},  # engines assume three
     ),
     "qwen3.5-moe-saved": ("Qwen3_5Moe", EVEN_HYBRID | EXPERTS | GATED_EXPERTS, QWEN_TOWER),
     "qwen3.5-published": ("Qwen3_5", EVEN_HYBRID, QWEN_TOWER),
@@ -289,15 +299,17 @@ def make_family(folder: Path, name: str) -> None:
     model.save_pretrained(folder)
     if name.endswith(WITH_MTP):
         _add_mtp_layer(folder)
-    if name in STACKED_EXPERTS:
-        _stack_experts(folder, is_transposed=STACKED_EXPERTS[name])
+    stack_experts(folder, name)
 
 
-def _stack_experts(folder: Path, *, is_transposed: bool) -> None:
+def stack_experts(folder: Path, name: str) -> None:
     """Store the experts of each layer as in the published folders: gate and up of all in one tensor.
 
-    transformers stores each expert in its own tensors, or the others without the transposition.
+    Other models than those of ``STACKED_EXPERTS`` are unchanged. transformers stores each expert in
+    its own tensors, or the others without the transposition.
     """
+    if name not in STACKED_EXPERTS:
+        return
     tensors = load_file(folder / "model.safetensors")
     stacked = {name: one for name, one in tensors.items() if ".mlp.experts." not in name}
     experts = range(8)
@@ -315,7 +327,7 @@ def _stack_experts(folder: Path, *, is_transposed: bool) -> None:
                 torch.stack(down),
             ]
         for end, one in zip(("gate_up_proj", "down_proj"), pair, strict=True):
-            stacked[prefix + end] = (one.mT if is_transposed else one).contiguous()
+            stacked[prefix + end] = (one.mT if STACKED_EXPERTS[name] else one).contiguous()
     save_file(stacked, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from rlpost.config.tree import Config
-from rlpost.extensions.rehearsal.all_ranks.contradictions import parameters_of
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.trainer import model as actor_model
 from rlpost.trainer import optimizer as actor_optimizer
 from rlpost.trainer import parallel
 from rlpost.trainer.memory import DeviceMemory
 from rlpost.trainer.model_description import ModelDescription
+from tests.contract.all_ranks.contradictions import parameters_of
+from tests.contract.local_layers import local_layers
 from tests.rare_collections import collect_rarely
 from tests.settings import rank_config
 
@@ -66,9 +67,9 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
     The state is weights, gradients and Adam's moments.
     """
-    settings = rank_config(hf_checkpoint="model", transformer_impl="local", **case["settings"])
+    settings = rank_config(hf_checkpoint="model", **case["settings"])
     description = described(case["hf"])
-    with alone(settings, description):
+    with alone(settings, description), local_layers():
         chunks = actor_model.build_model(description, settings)
         for parameter in chunks[0].parameters():
             parameter.data.normal_(std=0.02)

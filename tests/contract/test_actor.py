@@ -245,9 +245,9 @@ def test_transformers_loads_an_export_without_missing_or_unexpected_keys(worlds,
     )
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_micro_batching_does_not_change_the_loss_or_the_step(models, per_token):
-    one = settings(models, "untied", "tp1", calculate_per_token_loss=per_token)
+def test_micro_batching_does_not_change_the_loss_or_the_step(models):
+    """Per token; the loss per sample is compared with one sample at a time in plain torch."""
+    one = settings(models, "untied", "tp1", calculate_per_token_loss=True)
     (packed,) = run_ranks(train, 1, one, steps=STEPS, max_tokens=200, two_passes=True)
     (single,) = run_ranks(train, 1, one, steps=STEPS, max_tokens=None, two_passes=True)
     for ours, theirs in zip(packed["metrics"], single["metrics"], strict=True):
@@ -280,7 +280,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(worlds, models, 
 
 @pytest.mark.parametrize(
     ("model", "written_at", "read_at"),
-    [("untied", "tp2_dp2_sp", "tp1"), ("untied", "tp1", "tp2"), ("tied", "tp2_sp", "dp2")],
+    [("untied", "tp2_dp2_sp", "tp1"), ("tied", "tp2_sp", "dp2")],
 )
 def test_a_checkpoint_resumes_at_another_layout(
     worlds, models, tmp_path, model, written_at, read_at

@@ -16,6 +16,7 @@ from tests.contract.actor_ranks import Files, run_ranks, train
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
 from tests.ports import free_port
+from tests.ray_sessions import disable_authentication
 
 pytestmark = pytest.mark.timeout(300)
 ray = pytest.importorskip("ray")
@@ -90,6 +91,7 @@ class Holder:
 @pytest.fixture(scope="module")
 def ray_runtime(tmp_path_factory: pytest.TempPathFactory):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    disable_authentication()
     ray.init(
         num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2
     )

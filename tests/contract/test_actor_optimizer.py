@@ -97,13 +97,7 @@ def test_settings_that_need_cuda_or_transformer_engine_are_refused_with_a_remedy
 
     if layer_specs.has_transformer_engine():
         pytest.skip("TransformerEngine is here")
-    assert (
-        layer_specs.chosen_implementation(None)
-        == layer_specs.chosen_implementation("local")
-        == "local"
-    )
-    with pytest.raises(ConfigError, match=r"--transformer-impl.* not installed .*omit the setting"):
-        layer_specs.chosen_implementation("transformer_engine")
+    assert layer_specs.implementation_of(rank_config("")) == "local"
     narrow = rank_config("", use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
     sparse = SimpleNamespace(fields={"num_moe_experts": 8})
     with pytest.raises(ConfigError, match=r"flex: DeepEP .*choose alltoall"):

@@ -54,7 +54,12 @@ def sglang_tensor_bucket() -> ModuleType:
 
 
 def join(port: int, group_name: str) -> Any:
-    """Form a group with the trainer's rank 0 as SGLang does."""
+    """Form a group with the trainer's rank 0."""
+    return join_as(port, group_name, rank=1, world_size=2)
+
+
+def join_as(port: int, group_name: str, *, rank: int, world_size: int, joined_as: str = "") -> Any:
+    """Join a group of the trainer as SGLang does, or with a name as rlpost's loader does."""
     from torch.distributed.distributed_c10d import (
         Backend,
         PrefixStore,
@@ -64,11 +69,12 @@ def join(port: int, group_name: str) -> Any:
     )
 
     timeout = timedelta(seconds=90)
-    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
+    url = f"tcp://127.0.0.1:{port}?group={joined_as}"
+    store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(
-        2,
-        1,
+        world_size,
+        rank,
         [],
         Backend("gloo"),
         PrefixStore(group_name, store),
@@ -77,7 +83,7 @@ def join(port: int, group_name: str) -> Any:
         timeout=timeout,
     )
     # The helper leaves it to its caller to register the ranks of the group.
-    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
 
 
@@ -171,8 +177,9 @@ def test_engines_that_do_not_join_are_reported_at_the_deadline(models):  # noqa:
     port = free_port()
     (said,) = run_ranks(connect_without_engines, 1, settings(models, "untied", "tp1"), port=port)
     assert said.startswith(
-        f"cannot form group 'rlpost' with 1 engine ranks at 127.0.0.1:{port} within 1 s"
+        f"cannot form group 'rlpost' of 1 trainer ranks and 1 engine ranks at 127.0.0.1:{port} "
     )
+    assert said.endswith("these of 2 ranks did not join within 0:00:01: [1]")
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -46,16 +46,17 @@ ray.init(address=cluster.ray_address, log_to_driver=False, logging_level="ERROR"
 
 @ray.remote
 def where():
-    return ray.util.get_node_ip_address(), os.environ["GLOO_SOCKET_IFNAME"], sorted(os.environ)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    return ray.util.get_node_ip_address(), os.environ["GLOO_SOCKET_IFNAME"], niceness
 
-print("worked on", *ray.get(where.remote())[:2])
+print("worked on", *ray.get(where.remote()))
 print("CPUs", ray.cluster_resources()["CPU"])
 pathlib.Path(cluster.attempt_dir, ".cluster").write_text(line)
 os.replace(pathlib.Path(cluster.attempt_dir, ".cluster"), pathlib.Path(cluster.attempt_dir, "cluster"))
 while not cluster.stop_file.exists():
     time.sleep(0.05)
 if sys.argv[1] == "work_on_when_stopped":
-    print("after STOP worked on", *ray.get(where.remote())[:2])
+    print("after STOP worked on", *ray.get(where.remote()))
     sys.exit(75)
 time.sleep(600)
 """
@@ -123,6 +124,7 @@ class Attempt:
         command += ["--object-store-memory=100000000", "--loss-grace-s=1", *options, "--", *driver]
         # What a launcher may leave in the environment must confuse neither Ray nor the driver.
         environ = {**os.environ, "RANK": "3", "RAY_ADDRESS": "10.0.0.1:6379"}
+        del environ["RAY_worker_niceness"]  # tests/conftest.py sets it for tests that start Ray
         self.process = subprocess.Popen(command, env=environ)
         if cpus is not None:  # before the agent starts a process
             psutil.Process(self.process.pid).cpu_affinity(list(cpus))
@@ -225,12 +227,16 @@ def ray_status(cluster: Cluster, attempt: Attempt) -> str:
 
 
 def test_a_driver_works_on_the_cluster_and_strangers_do_not(start: Callable[..., Attempt]) -> None:
-    """Ray gets the CPUs that the agent may use, not those of the machine."""
+    """Ray gets the CPUs that the agent may use, not those of the machine, and its workers the
+    niceness of the agent.
+    """
     attempt = start(*driver("work_on_when_stopped"), cpus={min(os.sched_getaffinity(0))})
     cluster = attempt.wait_until_it_works()
     (node,) = cluster.nodes
     assert (node.ip, node.ifname, node.num_gpus) == ("127.0.0.2", "lo", 2)
-    assert cluster.port_count > 0 and "worked on 127.0.0.2 lo" in attempt.driver_log
+    assert cluster.port_count > 0
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    assert f"worked on 127.0.0.2 lo {niceness}\n" in attempt.driver_log, "Ray's default adds 15"
     assert "CPUs 1.0" in attempt.driver_log
 
     without_token = f"import ray; ray.init(address={cluster.ray_address!r}, logging_level='ERROR'); print('INSIDE')"

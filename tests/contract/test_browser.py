@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import main
-from rlpost.observe.report.write import write_report
+from rlpost.extensions.watching.report.write import write_report
 from tests.browser import PROGRAMS, Browser, find_browser
-from tests.unit.observe.report.runs import HOSTILE, make_run
+from tests.unit.watching.report.runs import HOSTILE, make_run
 
 WIDTHS = (1280, 400)
 

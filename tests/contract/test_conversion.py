@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from rlpost.cli.convert import torch_dist_to_hf
 from rlpost.durable.torch_dist_folder import find_checkpoint
+from rlpost.extensions.converting.convert import torch_dist_to_hf
 from tests.contract.actor_ranks import in_processes, look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
 from tests.contract.families import FAMILIES, MTP, load_folder, make_family
@@ -143,7 +143,8 @@ def test_the_tools_convert_under_torchrun_with_arguments_of_megatron(converted, 
     ]
     there = [
         "-m",
-        "rlpost.cli.convert",
+        "rlpost",
+        "convert",
         "to-torch-dist",
         *words,
         "--hf-checkpoint",

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.shape import Layout, critic_parameters
+from rlpost.config.plan.shape import Layout
 from rlpost.config.tree import Config
 from rlpost.errors import CheckpointError
+from rlpost.extensions.planning.counts import critic_parameters
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.critic_ranks import (
     learn,

@@ -7,13 +7,12 @@ can be checked.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from rlpost.engines.engine_client import SESSION_IS_OPEN
+from rlpost.engines.engine_client import SESSION_IS_OPEN, Selector
 from rlpost.models.families import family
 from tests.contract.cuda.library_source import Source
 
@@ -120,8 +119,7 @@ def test_the_draft_model_shares_embedding_and_output_layer_with_the_policy():
     )
 
 
-def test_an_update_includes_the_draft_model():
-    """With the selector that rlpost's client sends."""
+def test_a_selector_includes_the_draft_model_or_leaves_it_out():
     source = Source()
     roles = source.run(UPDATER, "_parse_runner_selector")
     select = source.run(
@@ -131,9 +129,8 @@ def test_an_update_includes_the_draft_model():
         tp_worker=SimpleNamespace(weight_update_runners=lambda: [("target", 1)]),
         draft_worker=SimpleNamespace(weight_update_runners=lambda: [("draft", 2)]),
     )
-    assert select(runners, "all") == [("target", 1), ("draft", 2)]
-    client = (Path(__file__).parents[2] / "rlpost/engines/engine_client.py").read_text()
-    assert '"/begin_weight_update", {"selector": "all"}' in client
+    selected = [select(runners, selector) for selector in get_args(Selector)]
+    assert selected == [[("target", 1), ("draft", 2)], [("target", 1)]]
 
 
 def test_a_second_session_is_refused_with_the_message_that_the_client_expects():

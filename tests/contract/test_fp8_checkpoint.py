@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlpost.trainer.weights.fp8_folder import write_fp8_folder
+from rlpost.extensions.converting.fp8_folder import write_fp8_folder
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import load_folder, make_family
 from tests.settings import rank_config

@@ -29,6 +29,7 @@ from tests.contract.actor_ranks import positions_of_a_step, run_ranks
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
 from tests.ports import free_port
+from tests.ray_sessions import disable_authentication
 
 pytestmark = pytest.mark.timeout(180)
 ray = pytest.importorskip("ray")
@@ -100,6 +101,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def node() -> Any:
+    disable_authentication()
     ray.init(
         num_cpus=1,
         num_gpus=WORLD,

@@ -174,6 +174,7 @@ echo 1 > /logs/verifier/reward.txt
     ("tests", "reason"),
     [
         ("#!/bin/sh\nsleep 60\n", "timeout"),
+        ("#!/bin/sh\necho 1 > /logs/verifier/reward.txt; sleep 60\n", "timeout"),
         ("#!/bin/sh\nexit 3\n", "no file with a reward"),
         ("#!/bin/sh\necho nan > /logs/verifier/reward.txt\n", "not a finite number"),
         ("#!/no/such/shell\n", "no file with a reward"),

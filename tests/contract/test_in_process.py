@@ -1,5 +1,6 @@
 """A run in this process: the same loop and rank as a run's, with transformers as the engine."""
 
+import gc
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import rlpost
 from rlpost import ConfigError
+from tests.left_descriptors import open_descriptors
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
@@ -80,14 +82,24 @@ def test_the_engines_log_probs_are_those_of_the_model_alone(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_step_and_a_second_run_needs_the_first_closed():
+    """A closed run keeps neither weights nor sockets, although its object stays."""
+    runs, models = [], num_models()
+
     def answers():
         with open_run() as run:
+            runs.append(run)
             with pytest.raises(ConfigError, match="another run is open"):
                 open_run()
             return [scored.sample.response_ids for scored in run.step().samples]
 
     first = answers()
+    held = len(open_descriptors())
     assert first == answers() and not dist.is_initialized()
+    assert len(open_descriptors()) <= held and num_models() <= models
+
+
+def num_models():
+    return sum(type(each).__name__ == "GPTModel" for each in gc.get_objects())
 
 
 def test_a_reward_and_an_environment_of_the_shell_are_used(tmp_path):

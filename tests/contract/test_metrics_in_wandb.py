@@ -14,7 +14,7 @@ import pytest
 from common.run_identity import settle_identity
 from rlpost.config.groups.wandb import WandbConfig
 from rlpost.errors import Preempted
-from rlpost.observe.wandb import mirrored
+from rlpost.extensions.tracking.wandb import mirrored
 from rlpost.observe.writer import MetricsWriter, read_metrics
 
 wandb = pytest.importorskip("wandb", reason="pip install -e '.[wandb]'")

@@ -5,11 +5,12 @@ import math
 import pytest
 
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.shape import Layout, stored_bytes
-from rlpost.config.plan.weight_update import weights_of
-from rlpost.extensions.rehearsal.all_ranks.published import published
+from rlpost.config.plan.shape import Layout
+from rlpost.extensions.planning.counts import stored_bytes
+from rlpost.extensions.planning.update_weights import weights_of
 from rlpost.models import fp8
 from rlpost.models.families import family
+from tests.contract.all_ranks.published import published
 from tests.unit.config.test_models import PUBLISHED
 
 SIZES = {

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.activations import Pass, kept_and_recomputed
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.rank_memory import held_memory
 from rlpost.config.plan.shape import Layout, Shape, layout_of, rank_parameters
+from rlpost.extensions.planning.activations import Pass, kept_and_recomputed
+from rlpost.extensions.planning.rank_memory import held_memory
 from tests.unit.config.test_models import PUBLISHED
 
 pytestmark = pytest.mark.timeout(300)
@@ -46,6 +46,7 @@ AS_GLM45 = ("glm46_355b", "glm47_355b")
 """Models of the same shape."""
 RANKS = {  # model: settings, layout
     "qwen3_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
+    "qwen3_vl_4b": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, Layout(8, 2)),
     "smollm2_135m": ({}, Layout(1)),
     "glm4_9b": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, Layout(4, 2, 1, 2)),
     "qwen3_30b_a3b": (EP8 | CP2, Layout(8, 2, 1, 2, 8, 1)),

@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlpost.cli.plan import model_of
-from rlpost.config.plan.nccl_memory import communicators
-from rlpost.config.plan.rank_memory import HOST_BYTES, held_memory, pinned_rounding
 from rlpost.config.plan.shape import layout_of, rank_parameters
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
+from rlpost.extensions.planning.nccl_memory import communicators
+from rlpost.extensions.planning.plan_verb import model_of
+from rlpost.extensions.planning.rank_memory import HOST_BYTES, held_memory, pinned_rounding
 from rlpost.extensions.rehearsal.all_ranks.distributed_calls import (
     RECEIVE,
     SEND,
@@ -34,7 +34,6 @@ from rlpost.extensions.rehearsal.all_ranks.distributed_calls import (
 from rlpost.extensions.rehearsal.all_ranks.given import BalancedMap
 from rlpost.extensions.rehearsal.all_ranks.hangs import Fault, hangs
 from rlpost.extensions.rehearsal.all_ranks.meta import MetaResults
-from rlpost.extensions.rehearsal.all_ranks.other_layout import unread
 from rlpost.extensions.rehearsal.all_ranks.phases import Phases, rehearse_phases, run_phases
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
@@ -45,6 +44,8 @@ from rlpost.trainer import logprobs, passes
 from rlpost.trainer.model_description import ModelDescription, description_of
 from rlpost.types import TrainBatch, TrainSample
 from tests.contract.actor_ranks import run_ranks
+from tests.contract.all_ranks.other_layout import unread
+from tests.contract.all_ranks.saved import SavedFacts, build_ranks
 from tests.contract.cuda.test_every_rank import SMALL, recipe_config
 from tests.contract.families import make_family
 from tests.contract.layouts import ALGORITHMS, LAYOUTS
@@ -95,7 +96,7 @@ class Step:
 
     settings: Config
     description: ModelDescription
-    facts: Mapping[int, RankFacts]
+    facts: Mapping[int, SavedFacts]
     phases: Phases
     recordings: Mapping[int, Recording]
 
@@ -120,9 +121,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
     config, _ = recipe_config("glm45_355b", tmp_path_factory.mktemp("eight"), **EIGHT)
     assert layout_of(config).world == WORLD
     description = description_of(config)
-    facts = {
-        rank: rehearse_rank(config, description, rank=rank, world=WORLD) for rank in range(WORLD)
-    }
+    facts = build_ranks(config)
     phases = Phases(batch(24, 16), batch(24, 16), shares_gpus=True)
     empty = Step(config, description, facts, phases, {})
     made = record(facts, empty.run, all_ranks=False, all_gather=True)
@@ -269,16 +268,11 @@ def test_a_fault_in_the_code_of_one_rank_is_found_with_its_line(step, fault):
 
 IN_SETTINGS: dict[str, tuple[dict[str, Any], Phases | None]] = {
     "the chunk of log-probs": ({"log_probs_chunk_size": 5}, None),
-    "the precision": ({"bf16": False}, None),
     "recomputation": ({"recompute_granularity": None, "recompute_method": None,
                        "recompute_num_layers": None}, None),
     "the distributed optimizer": ({"use_distributed_optimizer": False}, None),
-    "the precision of gradients": ({"accumulate_allreduce_grads_in_fp32": False}, None),
     "the number of micro-batches": ({}, Phases(batch(24), batch(24, 16), shares_gpus=True)),
-    "the length of a micro-batch": ({}, Phases(batch(24, 20), batch(24, 16), shares_gpus=True)),
-    "no log-probs before the step": ({}, Phases(batch(24, 16), None, shares_gpus=True)),
     "no weight update": ({}, Phases(batch(24, 16), batch(24, 16), shares_gpus=True, updates=False)),
-    "engines elsewhere": ({}, Phases(batch(24, 16), batch(24, 16), shares_gpus=False)),
 }  # fmt: skip
 
 

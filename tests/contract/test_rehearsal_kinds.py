@@ -7,7 +7,9 @@ DP 2.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,13 +19,24 @@ import torch
 
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
-from rlpost.extensions.rehearsal.all_ranks import contradictions, coverage, critic
-from rlpost.extensions.rehearsal.all_ranks.published import published
+from rlpost.extensions.rehearsal.all_ranks import run as run_module
+from rlpost.extensions.rehearsal.all_ranks.distributed_calls import Recording
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
 from rlpost.extensions.rehearsal.all_ranks.result import RehearsalResult
 from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, rehearse_run
+from rlpost.extensions.rehearsal.all_ranks.symmetry import Recorded
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, DeviceMemory
-from tests.contract.all_ranks import num_optimized, rehearse
+from tests.contract.all_ranks import (
+    Rehearsal,
+    contradictions,
+    coverage,
+    critic,
+    model_problems,
+    num_optimized,
+    rehearse,
+)
+from tests.contract.all_ranks.other_layout import load_problems
+from tests.contract.all_ranks.saved import SavedFacts
 from tests.contract.cuda.test_every_rank import recipe_config
 from tests.contract.families import make_family_config
 
@@ -49,8 +62,8 @@ EIGHT: dict[str, dict[str, Any]] = {
 NUM_MICRO_BATCHES = 2
 """Enough for each part of the schedule of two pipeline stages: warm-up, steady state, cool-down."""
 DENSE, MOE = "qwen3", "glm4.5-moe"
-NEWER = ("deepseek-v3-moe", "glm4.7-flash-moe", "qwen3-next-moe", "qwen3.5", "gpt-oss-moe", "minimax-m2-moe",
-         "qwen2-moe", "qwen3.5-moe-published", "gemma3-published")  # fmt: skip
+NEWER = ("deepseek-v3-moe", "gpt-oss-moe", "minimax-m2-moe", "qwen2-moe", "qwen3.5-moe-published",
+         "gemma3-published")  # fmt: skip
 LORA = {"lora": {"lora_rank": 4}}
 LORA_EXPERTS = {
     "lora": {"lora_rank": 4, "lora_targets": ("linear_qkv", "linear_fc1", "linear_fc2", "experts")}
@@ -70,7 +83,10 @@ ONLY_ATTENTION = {
         "optimizer_cpu_offload": False,
     }
 }
-IMAGES = {"rollout": {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}}
+IMAGES = {
+    "rollout": {"multimodal_keys": {"image": "images"}, "apply_chat_template": True},
+    "perf": {"decoder_first_pipeline_num_layers": 3},  # features are added in all three
+}
 TRAININGS = {
     "images": ("qwen3-vl-moe", IMAGES),
     "LoRA": (DENSE, LORA), "LoRA of experts": (MOE, LORA_EXPERTS), "LoRA with a reference": (
@@ -78,7 +94,7 @@ TRAININGS = {
     ),
     "PPO of a tied model": ("qwen3-tied", PPO), "PPO with experts": (MOE, PPO),
     "frozen weights": (MOE, FROZEN), "only attention trained": (DENSE, ONLY_ATTENTION),
-    "Muon": (DENSE, MUON), "Muon with experts": (MOE, MUON),
+    "Muon with experts": (MOE, MUON),
     "experts without expert parallelism": (
         MOE, {"perf": {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}}
     ),
@@ -99,34 +115,56 @@ def config_of(model: str, folder: Path, changed: dict[str, Any]) -> Config:
     return recipe_config("tiny", folder, **merged)[0]
 
 
-def rehearsed(model: str, folder: Path, changed: dict[str, Any]) -> RehearsalResult:
-    config = config_of(model, folder, changed)
-    return rehearse_run(config, RehearsalOptions(micro_batches=NUM_MICRO_BATCHES))
+@dataclass(frozen=True)
+class Built:
+    """All ranks of a kind of model or training."""
+
+    config: Config
+    folder: Path
+    made: Rehearsal
+
+    @property
+    def ranks(self) -> Mapping[int, SavedFacts]:
+        return self.made.ranks
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """Return a function that builds the ranks of a kind, once."""
+
+    @cache
+    def build(kind: str) -> Built:
+        model, changed = TRAININGS.get(kind, (kind, {}))
+        folder = tmp_path_factory.mktemp("kind")
+        config = config_of(model, folder, changed)
+        return Built(config, folder, rehearse(config))
+
+    return build
+
+
+def rehearsed(config: Config, facts: Mapping[int, RankFacts] | None = None) -> RehearsalResult:
+    return rehearse_run(config, RehearsalOptions(micro_batches=NUM_MICRO_BATCHES), facts=facts)
 
 
 def faults(result: RehearsalResult) -> dict[str, tuple[str, ...]]:
     return {one.name: one.faults[:5] for one in result.checks if one.faults}
 
 
-@pytest.mark.parametrize("model", NEWER)
-def test_a_family_has_no_fault(tmp_path, model):
-    result = rehearsed(model, tmp_path, {})
+@pytest.mark.parametrize("kind", [*NEWER, *TRAININGS])
+def test_a_kind_of_model_or_training_has_no_fault(built, kind):
+    """Its ranks make up the model, their checkpoint loads at another layout, and a step runs."""
+    config, made = built(kind).config, built(kind).made
+    assert list(model_problems(made.ranks, made.plans, made.expected)) == []
+    assert list(load_problems(config, made.ranks)) == []
+    result = rehearsed(config, made.ranks)
     assert faults(result) == {}
     assert len(result.ran) < 8, "two ranks of each class agree"
 
 
-@pytest.mark.parametrize("kind", TRAININGS)
-def test_a_kind_of_training_has_no_fault(tmp_path, kind):
-    model, changed = TRAININGS[kind]
-    result = rehearsed(model, tmp_path, changed)
-    assert faults(result) == {}
-    assert len(result.ran) < 8, "two ranks of each class agree"
-
-
-def test_frozen_weights_have_no_gradient_and_no_state(tmp_path):
+def test_frozen_weights_have_no_gradient_and_no_state(built):
     """Gradients and optimizer take as many bytes as the trained weights need, padding aside."""
-    config = config_of(DENSE, tmp_path, ONLY_ATTENTION)
-    ranks = rehearse(config).ranks
+    kind = built("only attention trained")
+    config, ranks = kind.config, kind.ranks
     trained = {rank: sum(one.size for one in facts.trained) for rank, facts in ranks.items()}
     assert all("self_attention" in one.name for facts in ranks.values() for one in facts.trained)
     assert coverage.num_frozen(ranks) > 0
@@ -141,22 +179,17 @@ def test_a_stage_that_trains_nothing_is_rejected_as_in_a_run(tmp_path):
     only_first = {"optimizer": {"only_train_params_name_list": (r"layers\.0\.",),
                                 "optimizer_cpu_offload": False}}  # fmt: skip
     with pytest.raises(ConfigError, match=r"pipeline stages \[1\] have no parameter to train"):
-        rehearsed(DENSE, tmp_path, only_first)
+        rehearsed(config_of(DENSE, tmp_path, only_first))
 
 
 # Planted faults.
 
 
-def built(model: str, folder: Path, changed: dict[str, Any]) -> tuple[Config, dict[int, RankFacts]]:
-    config = config_of(model, folder, changed)
-    made = rehearse(config)
-    assert made.problems == []
-    return config, dict(made.ranks)
-
-
-def test_an_adapter_in_the_wrong_place_and_one_without_optimizer_are_found(tmp_path):
-    config, ranks = built(DENSE, tmp_path, LORA)
-    expected = contradictions.expected_of(config, hf_of(tmp_path))
+def test_an_adapter_in_the_wrong_place_and_one_without_optimizer_are_found(built):
+    kind = built("LoRA")
+    config, ranks = kind.config, kind.ranks
+    assert kind.made.problems == []
+    expected = contradictions.expected_of(config, hf_of(kind.folder))
     assert all(one.adapters for one in ranks.values())
     adapters = ranks[5].adapters
     index = next(number for number, one in enumerate(adapters) if one.num_shards == 2)
@@ -185,54 +218,66 @@ def hf_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_critic_without_its_head_or_its_optimizer_is_found(tmp_path):
-    config, ranks = built(MOE, tmp_path, PPO)
-    hf = hf_of(tmp_path)
-    expected, policy = contradictions.expected_of(config, hf), published(hf)
-    assert list(critic.weight_problems(ranks, expected, policy)) == []
+def test_a_critic_without_its_head_or_its_optimizer_is_found(built):
+    kind = built("PPO with experts")
+    ranks = kind.ranks
+    assert kind.made.problems == []
+    expected = contradictions.expected_of(kind.config, hf_of(kind.folder))
 
-    def changed(rank: int, **fields: Any) -> dict[int, RankFacts]:
+    def found(rank: int, **fields: Any) -> list[str]:
         facts = ranks[rank]
         assert facts.critic is not None
-        return {**ranks, rank: replace(facts, critic=replace(facts.critic, **fields))}
+        changed = {**ranks, rank: replace(facts, critic=replace(facts.critic, **fields))}
+        return list(critic.problems(changed, expected))
 
     weights = ranks[7].critic.weights
-    headless = changed(7, weights=tuple(one for one in weights if "output_layer" not in one.name))
-    found = list(critic.weight_problems(headless, expected, policy))
-    assert any(line.startswith("critic: rank 7: it lacks score.weight") for line in found), found
+    headless = found(7, weights=tuple(one for one in weights if "output_layer" not in one.name))
+    assert any(line.startswith("critic: rank 7: it lacks score.weight") for line in headless)
     whole = next(number for number, one in enumerate(weights) if one.optimizer is not None)
     start, end = weights[whole].optimizer
     cut = replace(weights[whole], optimizer=(start, end - 1))
-    gap = changed(7, weights=(*weights[:whole], cut, *weights[whole + 1 :]))
-    (fault,) = critic.optimizer_problems(gap, spread=True)
+    (fault,) = found(7, weights=(*weights[:whole], cut, *weights[whole + 1 :]))
     assert cut.name in fault
     assert "7" in fault
-    unwritten = changed(4, checkpoint=())
-    assert list(critic.checkpoint_problems(unwritten, expected, policy)) != []
+    assert any("checkpoint: " in line for line in found(4, checkpoint=()))
+
+
+@pytest.fixture(scope="module")
+def offload_faults(built: Callable[[str], Built]) -> Callable[[], tuple[str, ...]]:
+    """Return a function that rehearses rank 0: the check of a rank needs no other rank."""
+
+    def of_first(facts: Mapping[int, RankFacts], run: Callable[[int], Recording], **_: Any) -> Any:
+        return Recorded(dict.fromkeys(facts, run(0)), (0,), (tuple(facts),))
+
+    def found() -> tuple[str, ...]:
+        kind = built(DENSE)
+        with patch.object(run_module, "record", of_first):
+            result = rehearsed(kind.config, kind.ranks)
+        return faults(result).get("offload while engines generate, and onload", ())
+
+    return found
 
 
 @pytest.mark.parametrize("part", [WEIGHTS, GRADS, OPTIMIZER])
-def test_a_part_that_is_not_restored_after_offload_is_found(tmp_path, part):
-    """Rank 0 reports it: the check of a rank needs no other rank."""
+def test_a_part_that_is_not_restored_after_offload_is_found(offload_faults, part):
     restore = DeviceMemory.restore
 
     def forgetful(self: DeviceMemory, *parts: str) -> dict[str, int]:
         return restore(self, *(one for one in parts if one != part))
 
     with patch.object(DeviceMemory, "restore", forgetful):
-        result = rehearsed(DENSE, tmp_path, {})
-    found = faults(result)["offload while engines generate, and onload"]
+        found = offload_faults()
     assert found[0].startswith(f"rank 0: the {part} had ")
     assert "after a cycle have 0 bytes" in found[0]
 
 
-def test_a_part_that_stays_on_the_gpu_is_found(tmp_path):
+def test_a_part_that_stays_on_the_gpu_is_found(offload_faults):
     offload = DeviceMemory.offload
 
     def partial_offload(self: DeviceMemory, *parts: str) -> dict[str, int]:
         return offload(self, *(one for one in parts if one != GRADS))
 
+    assert offload_faults() == ()
     with patch.object(DeviceMemory, "offload", partial_offload):
-        result = rehearsed(DENSE, tmp_path, {})
-    found = faults(result)["offload while engines generate, and onload"]
+        found = offload_faults()
     assert "of the grads stay on the device while engines generate" in found[0]

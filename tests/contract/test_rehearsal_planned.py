@@ -62,12 +62,10 @@ CASES: dict[str, Case] = {
     "dense": (DENSE, FOUR_LAYERS, 1.0),
     "dense, nothing recomputed": (DENSE, FOUR_LAYERS | {"perf": NOTHING_AGAIN}, 1.014),
     "dense, interleaved": (DENSE, {"hf": {"num_hidden_layers": 8}, "perf": INTERLEAVED}, 0.98),
-    "experts": (EXPERTS, FOUR_OF_EXPERTS | {"perf": AGAIN | LONG_BATCHES}, 0.989),
     "experts, nothing recomputed": (EXPERTS, FOUR_OF_EXPERTS | {"perf": NOTHING_AGAIN}, 1.0165),
     "experts at every parallel size": (LARGE, ALL_SIZES, 0.998),
     "adapters": (DENSE, FOUR_LAYERS | {"lora": {"lora_rank": 16}}, 1.014),
     "critic": (DENSE, FOUR_LAYERS | {"grpo": {"advantage_estimator": "ppo"}}, 1.0),
-    "Muon": (DENSE, FOUR_LAYERS | {"perf": WHOLE_STATE, "optimizer": {"optimizer": "muon"}}, 1.0),
     "Muon with experts": (
         EXPERTS,
         FOUR_OF_EXPERTS | {"perf": WHOLE_STATE | LONG_BATCHES, "optimizer": {"optimizer": "muon"}},

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from rlpost.config.tree import Config
 from rlpost.extensions.rehearsal.all_ranks import run as run_module
 from rlpost.extensions.rehearsal.all_ranks.distributed_calls import Recording
 from rlpost.extensions.rehearsal.all_ranks.meta import DIRECT, IN_PLACE, NEW, MetaResults, kind_of
-from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, rehearse_run
-from rlpost.extensions.rehearsal.all_ranks.symmetry import Recorded, record
+from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
+from rlpost.extensions.rehearsal.all_ranks.run import RehearsalOptions, build_ranks, rehearse_run
+from rlpost.extensions.rehearsal.all_ranks.symmetry import Recorded, classes
 from tests.contract.test_rehearsal_kinds import (
     DENSE,
     MOE,
@@ -88,32 +89,36 @@ class Compared(MetaResults):
         return made
 
 
-def rehearsed(folder: Path, name: str, results: Any) -> Mapping[int, Recording]:
-    model, changed = STEPS[name]
-    config = config_of(model, folder, changed)
-    kept: list[Recorded] = []
+def rehearsed(
+    config: Config, facts: Mapping[int, RankFacts], results: Any
+) -> Mapping[int, Recording]:
+    """Record one rank of each class."""
+    kept: dict[int, Recording] = {}
 
-    def keep(*args: Any, **options: Any) -> Recorded:
-        kept.append(record(*args, **options))
-        return kept[-1]
+    def keep(facts: Mapping[int, RankFacts], run: Callable[[int], Recording], **_: Any) -> Recorded:
+        of_classes = classes(facts, all_gather=True)
+        kept.update((ranks[0], run(ranks[0])) for ranks in of_classes)
+        all_ranks = {rank: kept[ranks[0]] for ranks in of_classes for rank in ranks}
+        return Recorded(all_ranks, tuple(kept), tuple(of_classes))
 
     with (
         patch.object(run_module, "MetaResults", lambda: results),
         patch.object(run_module, "record", keep),
     ):
-        options = RehearsalOptions(micro_batches=NUM_MICRO_BATCHES)
-        result = rehearse_run(config, options)
-    assert result.first_fault is None
-    return kept[0].recordings
+        rehearse_run(config, RehearsalOptions(micro_batches=NUM_MICRO_BATCHES), facts=facts)
+    return kept
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_the_same_with_and_without_remembered_results(tmp_path, name):
-    """Each remembered result is compared, and calls and bytes of every rank are equal."""
-    results = Compared()
-    with_results = rehearsed(tmp_path, name, results)
+    """Each remembered result is compared, and calls and bytes of a rank of each class are equal."""
+    model, changed = STEPS[name]
+    config, results = config_of(model, tmp_path, changed), Compared()
+    facts = build_ranks(config)
+    with_results = rehearsed(config, facts, results)
     assert results.num_remembered > 1000
-    assert with_results == rehearsed(tmp_path, name, None)
+    assert len(with_results) == 2
+    assert with_results == rehearsed(config, facts, None)
 
 
 @pytest.mark.parametrize(

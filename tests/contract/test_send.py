@@ -39,6 +39,7 @@ from rlpost.types import (
     TrainBatch,
     TrainSample,
 )
+from tests.ray_sessions import disable_authentication
 
 pytestmark = pytest.mark.timeout(120)
 ray = pytest.importorskip("ray")
@@ -114,6 +115,7 @@ class Rank:
 def nodes() -> Iterator[list[dict[str, Any]]]:
     from ray.cluster_utils import Cluster
 
+    disable_authentication()
     store = {"num_cpus": 1, "object_store_memory": 100 * 1024**2}
     cluster = Cluster(initialize_head=True, head_node_args=store | {"include_dashboard": False})
     for _ in range(NUM_NODES - 1):

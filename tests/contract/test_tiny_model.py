@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlpost.cli.tiny_model import main
+from rlpost.extensions.fetching.tiny_model import main
 from tests.contract.conftest import ROOT
 
-TOOL = [sys.executable, "-m", "rlpost.cli.tiny_model"]
+TOOL = [sys.executable, "-m", "rlpost.extensions.fetching.tiny_model"]
 SHORT = ["--warmup-steps", "60"]
 
 

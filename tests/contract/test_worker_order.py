@@ -11,6 +11,7 @@ import pytest
 
 from rlpost.driver.placement import Slot
 from rlpost.driver.workers import WorkerGroup
+from tests.ray_sessions import disable_authentication
 
 pytestmark = pytest.mark.timeout(120)
 ray = pytest.importorskip("ray")
@@ -28,6 +29,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def node() -> Any:
+    disable_authentication()
     ray.init(
         num_cpus=1,
         num_gpus=3,

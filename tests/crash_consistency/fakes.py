@@ -190,6 +190,7 @@ class EngineClient:
     url: str
     api_key: str
     timeout_s: float
+    selector: str = "all"
 
     async def server_info(self) -> dict[str, str]:
         """Return SGLang's version."""

@@ -11,7 +11,7 @@ from tests.crash_consistency.oracle import baseline
 from tests.crash_consistency.scenarios import Trial, run_trial
 from tests.crash_consistency.world import WITH_ENVIRONMENT
 
-NUM_KILLS, NUM_STOPS = 10, 4
+NUM_KILLS, NUM_STOPS = 6, 2
 
 
 @pytest.mark.parametrize("name", WITH_ENVIRONMENT)

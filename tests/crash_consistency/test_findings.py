@@ -13,8 +13,8 @@ import pytest
 from rlpost.durable.commit import COMMITTED, checkpoint_name
 from rlpost.durable.segment_writer import SegmentWriter, create_file
 from tests.crash_consistency import fakes, oracle
-from tests.crash_consistency.hooks import FaultAt, KillAt, Paused
-from tests.crash_consistency.interception import ROOM, Op
+from tests.crash_consistency.hooks import FaultAt, KillAt, Paused, StopAt
+from tests.crash_consistency.interception import ROOM, Hook, Op
 from tests.crash_consistency.oracle import (
     Problem,
     baseline,
@@ -23,7 +23,7 @@ from tests.crash_consistency.oracle import (
     metrics_lines,
     num_committed,
 )
-from tests.crash_consistency.scenarios import PATHS, Trial, run_trial
+from tests.crash_consistency.scenarios import DEADLINES, PATHS, Trial, run_trial
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World, rows
 
 
@@ -313,7 +313,7 @@ def test_the_end_of_a_replay_does_not_block_the_event_loop(
 ) -> None:
     """The data has changed without changing its fingerprint, so the rest goes to a new segment."""
     world = World(base, SETUPS["sync"])
-    monkeypatch.setattr("rlpost.driver.driver.data_fingerprint", lambda sources: "the same")
+    monkeypatch.setattr("rlpost.driver.driver.data_fingerprint", lambda *_: "the same")
     world.attempt(KillAt(0, matches=named(2)))
     world.write_data([line.replace("question", "riddle") for line in rows()])
     fault = FaultAt(1, "hang", 1, of_journal("create"))
@@ -385,7 +385,7 @@ def test_a_disk_that_was_full_for_a_while_costs_no_generated_group(base: Path, s
         return op.kind in ("create", "write") and "checkpoints/" in op.path
 
     reference, found, num_killed = baseline(base, SETUPS[setup]), [], 0
-    for number in range(8, 32):
+    for number in range(8, 32, 3):  # each starts within the 8 operations of the one before
         world = World(base, SETUPS[setup])
         full = FaultAt(number, "ENOSPC", 8, needs_space)
 
@@ -396,7 +396,7 @@ def test_a_disk_that_was_full_for_a_while_costs_no_generated_group(base: Path, s
         finish(world)
         found += [f"{number}: {each}" for each in check(world, reference=reference)]
     assert not found, "\n".join(found)
-    assert num_killed >= 8
+    assert num_killed >= 3
 
 
 @pytest.mark.parametrize("setup", ["sync", "one_step_off", "fully_async,slow_save"])
@@ -445,15 +445,23 @@ def test_f9_the_checkpoint_just_committed_is_never_pruned(base: Path) -> None:
 @pytest.mark.parametrize("setup", ["sync,async_save", "fully_async,partial"])
 def test_a_checkpoint_that_is_saved_again_survives_a_power_loss(base: Path, setup: str) -> None:
     """A stop right after a checkpoint saves its step again and first moves the earlier save."""
-    # the operations of that second save, with three random outcomes of the power loss each
-    around = range(60, 74)
-    trials = [
-        Trial("stop", setup, "checkpoint+strict", number, seed)
-        for number in around
-        for seed in range(3)
-    ]
-    results = [run_trial(base, trial) for trial in trials]
-    expect_none([problem for result in results for problem in result.problems])
+    reference, problems = baseline(base, SETUPS[setup]), []
+    committed = next(op.number for op in reference.ops if marked(2)(op))
+
+    def disturb(*hooks: Hook) -> World:
+        world = World(base, SETUPS[setup])
+        stop = StopAt(world, committed + 1, DEADLINES["checkpoint"])
+        world.attempt(stop, *hooks)
+        return world
+
+    ops = disturb().endings[0].attempt.ops
+    aside, deleted = (op.number for op in ops if op.kind == "rename" and ".replaced-" in op.path)
+    for number in range(aside, deleted + 2):
+        world = disturb(KillAt(number))
+        world.disk.model.lose_power("strict", world.rng)
+        finish(world)
+        problems += check(world, reference=reference)
+    expect_none(problems)
 
 
 def test_an_undisturbed_run_has_no_problem_in_any_configuration(base: Path) -> None:

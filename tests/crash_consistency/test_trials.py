@@ -13,14 +13,14 @@ from tests.crash_consistency.scenarios import Trial, run_trial, trials
 from tests.crash_consistency.world import NUM_STEPS, SETUPS, World
 
 COUNTS = {
-    "kill": 50,
-    "power": 40,
-    "stop": 20,
-    "fault": 30,
-    "sequence": 30,
-    "damage": 35,
-    "two_attempts": 30,
-    "change": 15,
+    "kill": 20,
+    "power": 16,
+    "stop": 8,
+    "fault": 12,
+    "sequence": 18,
+    "damage": 14,
+    "two_attempts": 12,
+    "change": 8,
 }
 FAILED_ONCE = (
     "sequence/fully_async,slow_save/hanging+power/40/919916",
@@ -58,7 +58,7 @@ def test_a_run_disturbed_between_two_weight_updates_resumes_with_the_weights_of_
     base: Path, setup: str
 ) -> None:
     failed, moments = [], range(baseline(base, SETUPS[setup]).num_changes)
-    for number in random.Random(setup).sample(moments, 6):
+    for number in random.Random(setup).sample(moments, 4):
         for what in ("kill/{}/before", "stop/{}/journal", "stop/{}/checkpoint"):
             trial = Trial.named(f"{what.format(setup)}/{number}/1")
             result = run_trial(base, trial)

@@ -358,6 +358,7 @@ _STAND_INS: dict[Any, dict[str, Any]] = {
     },
     generation: {
         "PromptTokenizer": fakes.Tokenizer,
+        "tokenizer_class": lambda config: fakes.Tokenizer,
         "make_grader": fakes.Grader,
         "Connection": fakes.Connection,
     },

@@ -51,7 +51,7 @@ for path in of_ray + of_proc:
 def assets() -> Path:
     """The folder that the tiny recipe names; made once and kept between test runs."""
     folder = ROOT / "assets/tiny"
-    command = [sys.executable, "-m", "rlpost.cli.tiny_model", "--out", str(folder)]
+    command = [sys.executable, "-m", "rlpost.extensions.fetching.tiny_model", "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
@@ -65,12 +65,12 @@ def recordings() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def lab(slurm_available: None) -> Iterator[Lab]:
-    """Three nodes; at a preemption the steps get TERM, the batch shell gets no signal. The shared
+    """Four nodes; at a preemption the steps get TERM, the batch shell gets no signal. The shared
     folder is cached as by NFS.
     """
     cache_s = 0 if why_no_cached_folder() else NFS_CACHE_S
     options = LabOptions(grace_time_s=120, send_user_signal=False, shared_cache_s=cache_s)
-    with Lab(3, name="e2e", options=options) as lab:
+    with Lab(4, name="e2e", options=options) as lab:
         yield lab
 
 

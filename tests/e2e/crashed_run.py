@@ -34,7 +34,7 @@ SETTINGS = (
     *("--max-failures", "100000", "--max-preemptions", "100000"),
     *("--max-stalled-attempts", "100000"),
 )
-DEADLINE_S = 240.0  # of each wait
+DEADLINE_S = 600.0  # of each wait, on a machine at load 40
 POLL_S = 0.1
 QUERY_S = 1.0  # between two queries of Slurm about a job; a process runs three programs for each
 

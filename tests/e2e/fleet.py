@@ -39,7 +39,7 @@ def run_with_fleet(lab: Lab, num_steps: int) -> FleetOutcome:
     """Run ``num_steps`` steps while one engine is preempted and drained, and the other is killed."""
     settings = (*LORA, *NO_OWN_ENGINES)
     run = FleetRun(lab, "undisturbed", num_steps, settings=settings, pace=SLOWNESS)
-    engines = run.add(2, partition="low")
+    engines = run.add(2, partition="low", node=lab.nodes[-1])
     until_admitted(run, engines)
     wait_for(run, "answers of both", lambda: all(map(run.answers_at, engines)))
     table = run.fleet()

@@ -9,31 +9,22 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 import psutil
 
-from rlpost.engines.fleet.fleet_folder import FleetFolder
-from rlpost.engines.fleet.records import EngineRecord, EngineState
+from rlpost.extensions.fleet.fleet_folder import FleetFolder
+from rlpost.extensions.fleet.records import EngineRecord, EngineState
 from tests.cluster.jobs import sbatch
 from tests.cluster.lab import REPOSITORY, Lab
-from tests.cluster.lab_config import LabOptions
 from tests.e2e import crash_answers
 from tests.e2e.crashed_run import CrashedRun, wait_for
 from tests.processes import living, output_of
 
 URGENT = "#!/bin/bash\n#SBATCH --partition=high --gres=gpu:{gpus} -w {node}\nsrun sleep 1\n"
 STAMP = r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\].*POST /generate HTTP/1.1. 200"
-
-
-@contextlib.contextmanager
-def fleet_lab(num_nodes: int = 5) -> Iterator[Lab]:
-    """Nodes of two GPUs: one for the run, the others for two engines each."""
-    options = LabOptions(num_gpus_per_node=2, grace_time_s=30, kill_wait_s=10)
-    with Lab(num_nodes, options=options) as lab:
-        yield lab
 
 
 class FleetRun(CrashedRun):
@@ -68,9 +59,10 @@ class FleetRun(CrashedRun):
         command = [sys.executable, "-m", "rlpost", "fleet", str(self.folder), *words]
         return self.lab.run("ctl", command, cwd=REPOSITORY).stdout
 
-    def add(self, number: int, *, partition: str) -> list[str]:
-        """Submit engine jobs; return the engines' names."""
-        said = self.fleet("--engines", str(number), "--partition", partition)
+    def add(self, number: int, *, partition: str, node: str) -> list[str]:
+        """Submit engine jobs for one node; return the engines' names."""
+        where = ("--partition", partition, f"--sbatch=--nodelist={node}")
+        said = self.fleet("--engines", str(number), *where)
         found = re.match(r"submitted (\d+):", said)
         assert found, said
         return [f"{found[1]}_{task}" for task in range(number)]

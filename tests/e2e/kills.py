@@ -73,7 +73,7 @@ class Kill:
 def finish(run: CrashedRun) -> None:
     """Wait for the end of the run."""
     wait_for(
-        run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=8 * DEADLINE_S
+        run, "the end of the run", lambda: run.is_done or run.is_over, deadline_s=3 * DEADLINE_S
     )
     if not run.is_done:
         raise RuntimeError(f"the run ended without being done\n{run.tell()}")
@@ -241,8 +241,8 @@ def differences(
 
 @contextlib.contextmanager
 def crash_lab() -> Iterator[Lab]:
-    """A lab of two nodes, so that a run finds another when one is lost."""
-    with Lab(2, options=LabOptions(num_gpus_per_node=4, grace_time_s=60, kill_wait_s=30)) as lab:
+    """A lab of three nodes: for two runs, and for the engines of one of them."""
+    with Lab(3, options=LabOptions(num_gpus_per_node=4, grace_time_s=60, kill_wait_s=30)) as lab:
         yield lab
 
 

@@ -32,6 +32,12 @@ def end_run(folder: Path) -> None:
             os.kill(int(job_id.removeprefix(LOCAL)), signal.SIGKILL)
 
 
+def num_plans_of_slices(log: str) -> int:
+    """Count the plans of weight updates from shard to shard; no update may have gathered."""
+    assert "all engines receive all weights" not in log
+    return log.count("weight updates from shard to shard: ")
+
+
 class LocalRun:
     """A run on this machine, in attempt 0.
 
@@ -50,9 +56,10 @@ class LocalRun:
         seen_as: Path | None = None,
     ) -> None:
         self.folder = folder / "run"
+        self._seen = (seen_as or folder) / "run"
         self.log = folder / "submit.log"
         command = [sys.executable, "-m", "rlpost.submit", recipe, "--local", *settings]
-        command = [*prefix, *command, "--run-folder", str((seen_as or folder) / "run")]
+        command = [*prefix, *command, "--run-folder", str(self._seen)]
         environment = {**os.environ, **USER_ENVIRONMENT}
         # torch sets it in the process of the tests, to a folder that anyone can make
         environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -117,11 +124,14 @@ class LocalRun:
     def done(self) -> None:
         assert self.process.wait(timeout=RUN_DEADLINE_S) == 0, self.log.read_text()[-8000:]
 
+    def num_plans_of_slices(self) -> int:
+        return num_plans_of_slices(self.log.read_text())
+
     def processes(self, log: str) -> set[int]:
         """Return the ids of processes that write a log of the attempt; ``log`` is a pattern."""
         found = set()
         for process in living():
-            if re.fullmatch(rf"{self.folder}/attempts/0/{log}", output_of(process)):
+            if re.fullmatch(rf"{self._seen}/attempts/0/{log}", output_of(process)):
                 found.add(process.pid)
         return found
 

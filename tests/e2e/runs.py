@@ -15,10 +15,11 @@ from tests.processes import living, output_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "jobs/recipes/tiny.toml"
-NUM_STEPS = 10
+NUM_STEPS, SAVED_EVERY = 8, 4
 TRAINING = [
     *("--num-rollout", str(NUM_STEPS), "--rollout-batch-size", "16"),
-    *("--save-interval", "5", "--eval-interval", "5"),
+    *("--save-interval", str(SAVED_EVERY), "--eval-interval", str(SAVED_EVERY)),
+    *("--eval-prompt-data", "heldout", "assets/tiny/heldout.jsonl@[0:100]"),
 ]
 SETTINGS = [*TRAINING, "--partition", "low", "--max-failures", "0"]
 RUN_DEADLINE_S = 900.0

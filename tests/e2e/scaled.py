@@ -91,6 +91,8 @@ def run_scaled(
     recipe = scaled_recipe(home, recipe_file(name), ranks, given)
     with LocalRun(folder, [], recipe=str(recipe), home=home) as local:
         local.done()
+        if "slices" in flags:
+            assert local.num_plans_of_slices() == 1, "engines that live plan once"
     return ScaledRun(local.folder)
 
 

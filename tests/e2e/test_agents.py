@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rlpost.cli.journal import journal_object
 from rlpost.durable.journal_chain import read_folder
 from rlpost.durable.recorded import read_groups
-from rlpost.observe.traces import read_episodes
+from rlpost.extensions.watching.journal_verb import journal_object
+from rlpost.extensions.watching.report.episodes import read_episodes
 from rlpost.observe.writer import read_metrics
 from rlpost.tasks.tokenizer import PromptTokenizer
 from tests.e2e.local_run import LocalRun

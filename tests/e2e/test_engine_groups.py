@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from common.exit_codes import EXIT_DONE
-from rlpost.engines.fleet.fleet_folder import FleetFolder
-from rlpost.observe.report.fleet_use import used_of
+from rlpost.extensions.fleet.fleet_folder import FleetFolder
+from rlpost.extensions.fleet.fleet_use import used_of
 from rlpost.observe.writer import read_metrics
 from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ROOT, process_of
@@ -36,8 +36,12 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"""\
 base = "tiny"
 [cluster]
-num_gpus_per_node = 5
+num_gpus_per_node = 4
+actor_num_gpus_per_node = 1
 rollout_num_gpus = 1
+[perf]
+tensor_model_parallel_size = 1
+sequence_parallel = false
 [checkpoint]
 hf_checkpoint = "{assets}"
 save_interval = 3
@@ -48,7 +52,7 @@ num_rollout = {NUM_STEPS}
 rollout_batch_size = 8
 [eval]
 eval_interval = {EVALUATED_EVERY}
-eval_prompt_data = ["heldout", "{assets}/heldout.jsonl"]
+eval_prompt_data = ["heldout", "{assets}/heldout.jsonl@[0:50]"]
 eval_engines = "evaluator"
 [sglang]
 rollout_health_check_interval = 1.0
@@ -85,7 +89,7 @@ sglang_max_total_tokens = 4096
 @contextmanager
 def agent_of(fleet: FleetFolder, engine: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the agent of an engine, as its job does."""
-    command = [sys.executable, "-m", "rlpost.engines.fleet.agent", "--engine", engine]
+    command = [sys.executable, "-m", "rlpost.engines.engine_job", "--engine", engine]
     command += ["--run-folder", str(fleet.run), "--group", fleet.group]
     command += ["--stop-file", str(fleet.stop_path(engine))]
     with (fleet.logs / f"{engine}.log").open("w") as log:

@@ -8,6 +8,7 @@ docs/agents.md has the commands and what they need; ``make test-environments`` r
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +27,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.config.load import files_of, load
 from rlpost.extensions.agents.env_names import parse_env
 from rlpost.observe.writer import read_metrics
-from tests.e2e.runs import RECIPE
 from tests.ports import free_port
 
 pytestmark = pytest.mark.on_demand
@@ -35,33 +37,21 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()
 VENVS = ROOT / ".venv-environments"
 NEMO_GYM = "nemo-gym==0.4.0"
-TAU2 = os.environ.get("RLPOST_TAU2", "git+https://github.com/sierra-research/tau2-bench")
-BATCH, SAMPLES = 4, 4
-LONGEST = 4096  # tokens: of the tiny model, rules of games have more than its 512 characters
-DEADLINE_S = 1800.0
-SETTINGS = {
-    "--num-rollout": "1",
-    "--rollout-batch-size": f"{BATCH}",
-    "--n-samples-per-prompt": f"{SAMPLES}",
-    "--rollout-max-response-len": "8",
-    "--env-max-turns": "3",
-    "--actor-num-gpus-per-node": "1",
-    "--tensor-model-parallel-size": "1",
-    "--sequence-parallel": "false",
-    "--rollout-num-gpus": "1",
-    "--eval-interval": "none",
-    "--save-interval": "none",
-    "--sglang-max-total-tokens": f"{8 * LONGEST}",
-    "--max-tokens-per-gpu": f"{BATCH * LONGEST}",
-}
+TAU2 = os.environ.get("RLPOST_TAU2", "https://github.com/sierra-research/tau2-bench")
+"""Of its repository, or a checkout on this machine."""
+SMALL = "jobs/recipes/small/tiny_agents.toml"
+DEADLINE_S = 7200.0  # of one command: at load 45 a run was not loaded after half an hour
+STARTS = 4
+"""Of a NeMo-Gym server, whose Ray ends where a busy machine does not let it start in time."""
 
 
 @dataclass(frozen=True)
 class Package:
     """What is installed, the word of --env, and its arguments.
 
-    ``requirements`` are an extra of setup.cfg or requirements of pip. ``URL`` in word and arguments
-    stands for the address of the NeMo-Gym server ``server``, ``ROWS`` for its file of example rows.
+    ``requirements`` are an extra of setup.cfg or requirements of pip; TAU2 stands for its checkout.
+    ``URL`` in word and arguments stands for the address of the NeMo-Gym server ``server``, ``ROWS``
+    for its file of example rows.
     """
 
     requirements: Sequence[str]
@@ -82,13 +72,25 @@ PACKAGES = {
     "reasoning-gym": Package(
         ["reasoning-gym"], "reasoning_gym:leg_counting", {"size": 64, "tag": None}
     ),
-    # without tools, which the chat template of the tiny model does not have
     "nemo-gym mcqa": Package([], "nemogym:URL", {"data": "ROWS"}, "mcqa"),
     "nemo-gym gpqa": Package([], "nemogym:URL", {"data": "ROWS"}, "gpqa_diamond"),
     # harnesses of verifiers install their programs with uv
     "verifiers": Package(["verifiers", "uv"], "verifiers:nemo_gym", VERIFIERS_ON_NEMO_GYM, "mcqa"),
-    "tau2": Package([f"tau2 @ {TAU2}"], "tau2:mock", {"agent": "llm_agent_solo"}),
+    "tau2": Package(["TAU2"], "tau2:mock", {"agent": "llm_agent_solo"}),
 }
+
+
+def checkout_of_tau2() -> Path:
+    """Return a checkout of tau2-bench, whose data are in no package."""
+    folder = Path(TAU2)
+    if not folder.is_dir():
+        folder = VENVS / "tau2-bench"
+        if not (folder / "data").exists():
+            command = ["git", "clone", "-q", "--depth", "1", TAU2, folder]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"git clone {TAU2}: {done.stderr[-1000:]}")
+    return folder
 
 
 def requirements_of(package: Package) -> list[str]:
@@ -103,8 +105,18 @@ def requirements_of(package: Package) -> list[str]:
     ]
 
 
-def install(name: str, requirements: Sequence[str], *, python: str, sees_stack: bool) -> Path:
-    """Return the Python of an environment with these packages."""
+def install(
+    name: str,
+    requirements: Sequence[str],
+    *,
+    python: str,
+    sees_stack: bool,
+    any_python: bool = False,
+) -> Path:
+    """Return the Python of an environment with these packages.
+
+    ``any_python``: also if they ask for a newer Python.
+    """
     folder, wanted = VENVS / re.sub(r"\W+", "-", name), "\n".join([python, *requirements])
     stamp, executable = folder / ".installed", folder / "bin/python"
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -115,17 +127,39 @@ def install(name: str, requirements: Sequence[str], *, python: str, sees_stack: 
             stack = sysconfig.get_path("purelib")
             (packages / "stack.pth").write_text(f"import site; site.addsitedir({stack!r})\n")
         command = [executable, "-m", "pip", "install", "-q", *requirements]
-        done = subprocess.run(command, capture_output=True, text=True)
+        environment = {**os.environ, **({"PIP_IGNORE_REQUIRES_PYTHON": "1"} if any_python else {})}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
             pytest.skip(f"pip install {' '.join(requirements)}: {done.stderr[-1000:]}")
         stamp.write_text(wanted)
     return executable
 
 
+def newer_python() -> str | None:
+    """Return a Python 3.12 or 3.13 that starts: of PATH, pyenv or uv.
+
+    A name in PATH may be a shim of pyenv, which starts only the versions chosen for this folder.
+    """
+    home = Path.home()
+    pyenv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv"))
+    uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR", home / ".local/share/uv/python"))
+    installed = [*pyenv.glob("versions/*/bin"), *uv.glob("*/bin")]
+    folders = [*os.environ["PATH"].split(os.pathsep), *map(str, sorted(installed))]
+    for name in ("python3.12", "python3.13"):
+        for folder in folders:
+            executable = shutil.which(name, path=folder)
+            if (
+                executable
+                and subprocess.run([executable, "-V"], capture_output=True).returncode == 0
+            ):
+                return executable
+    return None
+
+
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[[str], tuple[str, str]]]:
     """Return a function that starts a server of NeMo-Gym once: its address and its example rows."""
-    newer = next(filter(None, map(shutil.which, ("python3.12", "python3.13"))), None)
+    newer = newer_python()
     processes: list[subprocess.Popen[bytes]] = []
     served: dict[str, tuple[str, str]] = {}
 
@@ -133,7 +167,10 @@ def serve() -> Iterator[Callable[[str], tuple[str, str]]]:
         if name in served:
             return served[name]
         if newer is None:
-            pytest.skip("NeMo-Gym needs Python 3.12 or newer")
+            pytest.skip(
+                "nemo-gym needs Python 3.12 or 3.13, and neither PATH, pyenv nor uv has one that "
+                "starts: pyenv install 3.12, or uv python install 3.12"
+            )
         python = install("nemo-gym", [NEMO_GYM], python=newer, sees_stack=False)
         port = free_port()
         environment = {
@@ -158,47 +195,56 @@ def serve() -> Iterator[Callable[[str], tuple[str, str]]]:
         }
         log = VENVS / f"{name}.log"
         command = [python, "-m", f"resources_servers.{name}.app"]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=VENVS,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        processes.append(process)
         url = f"http://127.0.0.1:{port}"
-        until_answers(url, process, log)
+        for _ in range(STARTS):
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    cwd=VENVS,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            processes.append(process)
+            if answers(url, process, log):
+                break
+        else:
+            pytest.fail(log.read_text()[-4000:])
         (folder,) = python.parents[1].glob(f"lib/python*/site-packages/resources_servers/{name}")
         served[name] = (url, str(folder / "data/example.jsonl"))
         return served[name]
 
     yield start
     for process in processes:
-        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait()
 
 
-def until_answers(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a server answers."""
+def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait until a server answers; False: its own Ray gave up, which it does after 30 s."""
     deadline = time.monotonic() + DEADLINE_S
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+    while process.poll() is None:
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
         try:
             with urllib.request.urlopen(url, timeout=5):
-                return
+                return True
+        except urllib.error.HTTPError:
+            return True
         except OSError:
             time.sleep(0.2)
+    assert "timed out during startup" in log.read_text(), log.read_text()[-4000:]
+    return False
 
 
 @pytest.fixture(scope="module")
-def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a longer context."""
-    folder = shutil.copytree(assets, tmp_path_factory.mktemp("model") / "tiny")
-    config = json.loads((folder / "config.json").read_text())
-    config["max_position_embeddings"] = LONGEST
-    (folder / "config.json").write_text(json.dumps(config))
+def model(assets: Path) -> Path:
+    """The tiny model with a context for instructions, and a chat template with tools."""
+    folder = assets.with_name("tiny-agents")
+    words = f"rlpost.extensions.fetching.tiny_model --out {folder} --data {assets} --agents"
+    assert words.replace(f"{ROOT}/", "") in PAGE
+    subprocess.run([sys.executable, "-m", *words.split()], cwd=ROOT, check=True)
     return folder
 
 
@@ -220,31 +266,36 @@ def test_an_installed_package_trains_a_step(
     name: str, model: Path, serve: Callable[[str], tuple[str, str]], tmp_path: Path
 ) -> None:
     package = PACKAGES[name]
-    if name == "tau2" and "TAU2_DATA_DIR" not in os.environ:
-        pytest.skip("set TAU2_DATA_DIR to the folder data of a checkout of tau2-bench")
     requirements = requirements_of(package)
     python: Path | str = sys.executable
+    data_of_tau2: list[str] = []
+    if requirements == ["TAU2"]:
+        requirements = [str(checkout_of_tau2())]
+        data_of_tau2 = [f"TAU2_DATA_DIR={requirements[0]}/data"]
     if requirements:
-        python = install(name, requirements, python=sys.executable, sees_stack=True)
+        # tau2-bench asks for Python 3.12 and runs on 3.11
+        any_python = package.requirements == ["TAU2"]
+        python = install(
+            name, requirements, python=sys.executable, sees_stack=True, any_python=any_python
+        )
     url, rows = serve(package.server) if package.server else ("", "")
     word = package.word.replace("URL", url)
     label = parse_env(word).label
     args = json.dumps({label: package.args}).replace("URL", url).replace("ROWS", rows)
     prompts, log, folder = tmp_path / "tasks.jsonl", tmp_path / "log", tmp_path / "run"
-    programs = ["env", f"PATH={Path(python).parent}:{os.environ['PATH']}", python, "-m"]
+    path = f"PATH={Path(python).parent}:{os.environ['PATH']}"
+    programs = ["env", path, *data_of_tau2, python, "-m"]
     env = [*("--env", word), *("--env-args", args)]
     export = "rlpost.extensions.agents.environments.export"
     run([*programs, export, word, *env[2:], "--out", prompts], log)
-    data = ["--prompt-data", prompts, "--input-key", "prompt", "--label-key", "none"]
-    settings = [part for pair in SETTINGS.items() for part in pair]
-    folders = ["--hf-checkpoint", model, "--run-folder", folder]
-    run(
-        [*programs, "rlpost.submit", RECIPE, "--local", *env, *data, *settings, *folders],
-        log,
-    )
+    assert f"rlpost submit {SMALL} --local --env ENV --env-args ARGS" in PAGE
+    command = [SMALL, "--local", *env, "--prompt-data", prompts, "--label-key", "none"]
+    command += ["--hf-checkpoint", model]
+    run([*programs, "rlpost.submit", *command, "--run-folder", folder], log)
     assert parse_env(package.word).kind in PAGE
     line = read_metrics(folder / "metrics.jsonl")[-1]
+    config = load(files_of(ROOT / SMALL), {}).config
     assert line["step"] == 1
-    assert line[f"env/{label}/episodes"] == BATCH * SAMPLES
+    assert line[f"env/{label}/episodes"] == config.samples_per_rollout
     assert line["env/episodes_failed"] == line["env/episodes_masked"] == 0.0
     assert line["train/rollout_logprob_abs_diff"] < 1e-4  # the sampled tokens are trained

@@ -1,8 +1,7 @@
-"""External engines, weights sent through files, one-step-off generation on GSM8K; and the train-only
-and rollout-only modes.
+"""External engines, weights sent through files, one-step-off generation on GSM8K; and the rollout-only
+mode. The train-only mode: tests/e2e/test_slurm.py.
 
-One server is started outside any run and serves all runs. The runs build on each other: the first
-records what it trains, another generates alone, a third trains on the recording alone.
+One server is started outside any run and serves both runs.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from rlpost.durable.commit import PREFIX
 from rlpost.durable.recorded import read_groups
 from rlpost.engines.engine import Engine
 from rlpost.engines.engine_client import EngineClient
+from rlpost.extensions.rewards.gsm8k import gsm8k
 from rlpost.observe.writer import read_metrics
-from rlpost.tasks.reward.gsm8k import gsm8k
 from rlpost.tasks.tokenizer import PromptTokenizer
 from tests.e2e.runs import RECIPE, ROOT
 from tests.ports import free_ports
@@ -113,12 +112,6 @@ def whole(external: ExternalEngine) -> Path:
     )
 
 
-def end_of(run: Path) -> dict[str, object]:
-    """Return the entry of the ledger with which the run ended; the attempt's verdict follows it."""
-    entries = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    return [entry for entry in entries if entry["event"] == "done"][-1]
-
-
 def test_an_external_engine_gets_requests_with_its_key_and_the_final_weights(
     external: ExternalEngine, whole: Path
 ) -> None:
@@ -165,18 +158,6 @@ def test_every_gsm8k_question_is_answered_graded_and_trained_once(
             assert sample.prompt_ids == tuple(tokenizer.encode(problem["question"]))
             assert sample.label == problem["answer"]
             assert scored.reward == gsm8k(sample.text, problem["answer"], {})
-
-
-def test_train_only_mode_ends_with_equal_weights(external: ExternalEngine, whole: Path) -> None:
-    """It trains on the recording of the whole run, starts no engine and evaluates nothing."""
-    recording = ("--load-debug-rollout-data", external.recording("whole"))
-    run = external.submit("trainer", "--debug-train-only", *recording, *TRAINING)
-    assert end_of(run)["weights"] == end_of(whole)["weights"]
-    assert not list((run / "attempts").rglob("engine-*"))
-    trained, before = read_metrics(run / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl")
-    for name in ("train/loss", "train/grad_norm", "reward/mean"):
-        assert [line[name] for line in trained] == [line[name] for line in before], name
-    assert not [key for line in trained for key in line if key.startswith("eval/")]
 
 
 def test_rollout_only_mode_records_and_evaluates_without_a_trainer(

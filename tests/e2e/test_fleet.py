@@ -1,6 +1,6 @@
 """A run whose engines join and leave, and a run with its own engine that is preempted with USR2: a
 real Slurm, Ray, Megatron and SGLang. Both train the same LoRA adapters and end with equal weights,
-although the first sends merged weights and the second adapters alone.
+although the first sends merged weights and the second adapters alone. They run at the same time.
 
 ``--kills 100`` disturbs the run as often: its agent, node, batch shell, driver, ranks and engine.
 """
@@ -8,12 +8,13 @@ although the first sends merged weights and the second adapters alone.
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from common.exit_codes import EXIT_PREEMPTED
-from rlpost.observe.report.fleet_use import used_of
+from rlpost.extensions.fleet.fleet_use import used_of
 from rlpost.observe.writer import read_metrics
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab
@@ -27,7 +28,7 @@ MOST_BYTES_OF_ADAPTERS = 300_000  # merged weights of the tiny model have 1.8 MB
 
 @pytest.fixture(scope="module")
 def lab(slurm_available: None, assets: Path) -> Iterator[Lab]:
-    """Two nodes for the engines that join and leave, and for the run that is killed."""
+    """A node for the run whose engines join and leave, one for them, and one for the other run."""
     with crash_lab() as lab:
         yield lab
 
@@ -39,18 +40,27 @@ def num_kills(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="module")
-def fleet(lab: Lab, num_kills: int) -> FleetOutcome:
+def killing(
+    lab: Lab, num_kills: int, pytestconfig: pytest.Config
+) -> Iterator[tuple[CrashedRun, Future[list[Kill]]]]:
+    """A run without a fleet while it is killed, and its kills to come."""
+    run = CrashedRun(lab, "killed", num_steps(num_kills), settings=ADAPTERS_ALONE)
+    rng = random.Random(pytestconfig.getoption("--draw") or 3)
+    with ThreadPoolExecutor(1) as pool:
+        yield run, pool.submit(killed, run, num_kills, rng)
+
+
+@pytest.fixture(scope="module")
+def fleet(lab: Lab, num_kills: int, killing: tuple[CrashedRun, Future[list[Kill]]]) -> FleetOutcome:
     """The run itself is not disturbed; the engines of its fleet join and leave."""
     return run_with_fleet(lab, num_steps(num_kills))
 
 
 @pytest.fixture(scope="module")
-def killed_run(
-    lab: Lab, num_kills: int, pytestconfig: pytest.Config
-) -> tuple[CrashedRun, list[Kill]]:
-    """A run without a fleet that was killed, and its kills."""
-    run = CrashedRun(lab, "killed", num_steps(num_kills), settings=ADAPTERS_ALONE)
-    return run, killed(run, num_kills, random.Random(pytestconfig.getoption("--draw") or 3))
+def killed_run(killing: tuple[CrashedRun, Future[list[Kill]]]) -> tuple[CrashedRun, list[Kill]]:
+    """The run that was killed, and its kills."""
+    run, kills = killing
+    return run, kills.result()
 
 
 def batch_log(fleet: FleetOutcome, engine: str) -> str:

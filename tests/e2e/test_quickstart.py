@@ -29,6 +29,10 @@ That of 200 held-out answers is 0.03. The model that is made here answers 0.23 t
 the first step, by the kind of processor, and 0.36 to 0.66 after 60.
 """
 LOAD = 20
+LOAD_CPU_S = 1
+"""Of each process that makes the load: it lasts while the run starts, and costs the suite no more on a
+machine that is busy anyway.
+"""
 PHASES = {
     "driver": {"step", "generate", "train", "sync", "update weights"},
     "actor-0": {"train_step", "forward, backward", "optimizer", "send_bucket"},
@@ -129,8 +133,11 @@ def quick_start(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @contextmanager
 def busy_machine() -> Iterator[None]:
-    """Compute in LOAD other processes, with half of this one's weight on two cores."""
-    busy = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
+    """Compute in LOAD other processes, with half of this one's weight on two cores, for LOAD_CPU_S of
+    each.
+    """
+    limit = f"import resource as r; r.setrlimit(r.RLIMIT_CPU, ({LOAD_CPU_S}, {LOAD_CPU_S}))"
+    busy = ["nice", "-n", "10", sys.executable, "-S", "-c", f"{limit}\nwhile True: pass"]
     others = [subprocess.Popen(busy) for _ in range(LOAD)]
     try:
         yield
@@ -179,7 +186,8 @@ def test_rlpost_evaluate_of_a_step_has_the_result_of_the_run(quick_start, tmp_pa
     folder, _ = quick_start
     out, last = tmp_path / "e", read_metrics(folder / "metrics.jsonl")[-1]
     saved = sorted((folder / "checkpoints").iterdir())
-    (result,) = _evaluate("--run-folder", str(folder), "--step", "60", out=out)
+    words = ("--run-folder", str(folder), "--step", "60", "--rollout-num-gpus", "1")
+    (result,) = _evaluate(*words, out=out)
     assert result["reward"]["mean"] == last["eval/heldout/reward_mean"]
     assert result["prompts"] == 200
     path = out / "report" / "evaluation" / "heldout.jsonl"

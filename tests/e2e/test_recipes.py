@@ -1,5 +1,6 @@
 """Scaled-down recipes, trained with two real steps: GLM-4.5 with experts and pipelines; a dense Qwen3 that
-generates in FP8, with the judge and the teacher of two other recipes.
+generates in FP8, with the judge and the teacher of two other recipes. Both share GPUs with engines; those
+in FP8 get weights in slices.
 
 The recipes left out have no setting that no other run has: tests/e2e/test_external.py is one step
 off, tests/e2e/test_rollout.py fully asynchronous. All are rehearsed
@@ -48,7 +49,7 @@ def test_recipes_train_and_generate_in_fp8_and_ask_a_judge_and_a_teacher(home: P
     """The trainer does not compute in FP8: log-probs differ by far more than rounding, and by far
     less than those of two models. Both groups of engines are asked about every answer.
     """
-    run = run_scaled(home, home / RECIPE, RANKS)
+    run = run_scaled(home, home / RECIPE, RANKS, "--update-weight-transport", "slices")
     assert run.config.cluster.colocate and run.config.num_engines == 2
     log = (run.folder / "attempts/0/actor-0.log").read_text()
     assert "offloaded weights" in log and "restored weights" in log

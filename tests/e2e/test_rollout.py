@@ -1,5 +1,7 @@
 """The rollout of a whole run on this machine, with real engines, trainer and checkpoints.
 
+Weights are sent from shard to shard.
+
 One run combines fully asynchronous generation, a filter that drops groups, partial rollouts, tool
 calls within answers, evaluation sets with separate settings on one of the two engines while the next
 steps train, and the death of a trainer rank and of that engine. Filter, tool and reward are functions
@@ -37,7 +39,7 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
     rows = [{**line, "prompt": line["prompt"].removesuffix("=")} for line in lines]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
-    heldout = assets / "heldout.jsonl"
+    heldout = f"{assets}/heldout.jsonl@[0:50]"
     (folder / "sets.toml").write_text(
         '[defaults]\ncustom_generate_function_path = "rlpost.rollout.examples.calculator.generate"\n'
         f'[[datasets]]\nname = "greedy"\npath = "{heldout}"\ntemperature = 0.0\n'
@@ -54,13 +56,15 @@ def run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--reward-key", "score"),
         *("--eval-prompt-data", "--eval-config", str(folder / "sets.toml")),
         *("--eval-interval", f"{EVALUATED_EVERY}", "--rollout-health-check-interval", "1"),
-        *("--eval-engines", "policy"),
+        *("--eval-engines", "policy", "--update-weight-transport", "slices"),
         *("--save-debug-rollout-data", str(folder / "{rollout_id}.jsonl")),
     )
     with LocalRun(folder, settings) as local:
         local.kill_a_rank_and_an_engine(after_step=2)
         local.done()
         local.assert_recovered_within_its_attempt()
+        # to both engines, to the one that does not evaluate, and again after the deaths
+        assert local.num_plans_of_slices() >= 3
     return folder
 
 

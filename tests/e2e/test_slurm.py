@@ -14,17 +14,22 @@ import re
 import shutil
 import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from common.host_lists import expand
 from tests.cluster.jobs import job_info, sbatch, until
+from tests.cluster.lab import Lab
+from tests.e2e.local_run import num_plans_of_slices
 from tests.e2e.runs import (
     HF_TOKEN,
     NUM_STEPS,
     RECIPE,
     ROOT,
     RUN_DEADLINE_S,
+    SAVED_EVERY,
     SETTINGS,
     TRAINING,
     WANDB_KEY,
@@ -34,7 +39,7 @@ from tests.e2e.runs import (
     until_over,
 )
 
-PREEMPT_AFTER_STEP = 3
+PREEMPT_AFTER_STEP = 1
 
 
 def preempt(run: Run) -> str:
@@ -95,7 +100,7 @@ def assert_leaves_within(run: Run, *, seconds: float) -> None:
 def test_the_run_ends_done_with_every_step_once(undisturbed):
     assert undisturbed.verdict(0) == "done"
     assert [line["step"] for line in undisturbed.metrics] == list(range(NUM_STEPS + 1))
-    assert set(evaluations(undisturbed.metrics)) == {0, 5, NUM_STEPS}
+    assert set(evaluations(undisturbed.metrics)) == {0, SAVED_EVERY, NUM_STEPS}
     events = [entry["event"] for entry in undisturbed.ledger if entry["event"] != "committed"]
     # a job may begin before sbatch has returned
     assert events[0] == "submitting" and sorted(events[1:3]) == ["attempt", "submitted"]
@@ -175,6 +180,35 @@ def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
     )
 
 
+@dataclass(frozen=True)
+class SideBySide:
+    """Two runs at the same time: on two nodes with a spare, and on the fourth."""
+
+    loses_a_node: Run
+    on_fewer_nodes: Run
+
+
+@pytest.fixture(scope="module")
+def runs(undisturbed: Run, lab: Lab, recordings: Path) -> SideBySide:
+    """Both train on the recording of the undisturbed run; the second resumes its last checkpoint but
+    one.
+    """
+    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    lost, fewer = (Run(lab, lab.shared / name) for name in ("lost-node", "fewer-nodes"))
+    slices = ("--spare-nodes", "1", "--update-weight-transport", "slices")
+    submit(lost, "--nodes", "2", *slices, *replay)
+    shutil.copytree(undisturbed.folder, fewer.folder, symlinks=True)
+    shutil.rmtree(fewer.folder / f"checkpoints/iter_{NUM_STEPS:07d}")
+    submit(fewer, "--nodes", "1", "--resume", "--debug-train-only", *replay)
+    return SideBySide(lost, fewer)
+
+
+def submit(run: Run, *flags: str) -> None:
+    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, *flags]
+    command += ["--run-folder", str(run.folder)]
+    run.job = run.lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
+
+
 def lose_a_node(run: Run) -> tuple[str, str]:
     """Cut the power of a node after the first step; return it and the spare node.
 
@@ -182,35 +216,53 @@ def lose_a_node(run: Run) -> tuple[str, str]:
     """
     until(lambda: len(run.metrics) > 1, run.lab, "a step is trained", deadline_s=RUN_DEADLINE_S)
     first, lost = run.events("started")[0]["nodes"]
-    (spare,) = {"n01", "n02", "n03"} - {first, lost}
+    (spare,) = {*expand(job_info(run.lab, run.job).nodelist)} - {first, lost}
     run.lab.kill_node(lost)
     return lost, spare
 
 
 def test_a_run_that_loses_a_node_gets_the_spare_within_its_attempt_and_ends_equal(
-    undisturbed, lab, recordings
+    undisturbed, runs
 ):
-    run = Run(lab, lab.shared / "lost-node")
-    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "2"]
-    command += ["--spare-nodes", "1", *replay, "--run-folder", str(run.folder)]
-    run.job = lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
+    run = runs.loses_a_node
     lost, spare = lose_a_node(run)
     until_over(run)
     assert_equal(run, undisturbed)
     assert evaluations(run.metrics) == pytest.approx(evaluations(undisturbed.metrics), abs=0.02)
-    assert (job_info(lab, run.job).num_restarts, run.verdict(0)) == (0, "done")
+    assert (job_info(run.lab, run.job).num_restarts, run.verdict(0)) == (0, "done")
     recovered = {event["role"]: event for event in run.events("recovered")}
     assert set(recovered) == {"trainer", "engine", "node"}, run.logs()
     assert (recovered["node"]["host"], recovered["node"]["replacement"]) == (lost, spare)
     print(f"recovered: {[(role, event['seconds']) for role, event in recovered.items()]}")
+    # the undisturbed run gathers
+    assert num_plans_of_slices(run.log(0)) >= 2
+
+
+def test_a_run_of_two_nodes_resumes_on_one_with_half_the_trainer_ranks(undisturbed, runs):
+    """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2,
+    the last steps are trained again by TP=2 and DP=1, on the recording alone. Only the order in
+    which floating-point numbers are added differs.
+    """
+    run = runs.on_fewer_nodes
+    begin = undisturbed.events("committed")[-2]["step"]
+    until_over(run)
+    first, second = run.events("started")
+    assert (len(first["nodes"]), len(second["nodes"]), second["step"]) == (2, 1, begin)
+    assert begin < NUM_STEPS
+    assert len(list((run.folder / "attempts/1").glob("actor-*.log"))) == 2
+    assert [line["step"] for line in run.metrics] == list(range(NUM_STEPS + 1))
+    for ours, theirs in zip(
+        run.metrics[begin + 1 :], undisturbed.metrics[begin + 1 :], strict=True
+    ):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
 
 
 def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_equal(
     undisturbed, lab, recordings
 ):
-    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node. The run only trains:
-    engines are restarted in tests/e2e/test_fleet.py.
+    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node. The run only trains: it
+    starts no engine and evaluates nothing. Engines are restarted in tests/e2e/test_fleet.py.
     """
     run = Run(lab, lab.shared / "plain")
     replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
@@ -223,34 +275,8 @@ def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_
     assert job_info(run.lab, urgent).state == "COMPLETED"
     assert_preempted_once(run)
     assert_equal(run, undisturbed)
+    assert not list((run.folder / "attempts").rglob("engine-*"))
+    assert not evaluations(run.metrics)
     assert "TERM" in run.log(0, "STOP")
     assert_leaves_within(run, seconds=60)
     assert "requeue" in Path(f"{lab.shared}/plain-{run.job}.out").read_text()
-
-
-def test_a_run_of_two_nodes_resumes_on_one_with_half_the_trainer_ranks(
-    undisturbed, lab, recordings
-):
-    """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2,
-    the last steps are trained again by TP=2 and DP=1, on the recording alone. Only the order in
-    which floating-point numbers are added differs.
-    """
-    run = Run(lab, lab.shared / "fewer-nodes")
-    shutil.copytree(undisturbed.folder, run.folder, symlinks=True)
-    shutil.rmtree(run.folder / f"checkpoints/iter_{NUM_STEPS:07d}")
-    begin = undisturbed.events("committed")[-2]["step"]
-    command = [sys.executable, "-m", "rlpost.submit", RECIPE, *SETTINGS, "--nodes", "1", "--resume"]
-    command += ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
-    command += ["--debug-train-only", "--run-folder", str(run.folder)]
-    run.job = lab.run("ctl", command, cwd=ROOT).stdout.split()[1]
-    until_over(run)
-    first, second = run.events("started")
-    assert (len(first["nodes"]), len(second["nodes"]), second["step"]) == (2, 1, begin)
-    assert begin < NUM_STEPS
-    assert len(list((run.folder / "attempts/1").glob("actor-*.log"))) == 2
-    assert [line["step"] for line in run.metrics] == list(range(NUM_STEPS + 1))
-    for ours, theirs in zip(
-        run.metrics[begin + 1 :], undisturbed.metrics[begin + 1 :], strict=True
-    ):
-        assert ours["reward/mean"] == theirs["reward/mean"]
-        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)

@@ -7,9 +7,10 @@ an object of this process instead of a WebSocket.
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -43,15 +44,25 @@ class StepResult:
     done: bool
 
 
+class ConnectionClosedError(Exception):
+    """As that of websockets, which the package connects with: ``sent`` is a frame or None."""
+
+    def __init__(self, sent: SimpleNamespace) -> None:
+        super().__init__(f"sent {sent.code} ({sent.reason}); no close frame received")
+        self.sent = sent
+
+
 class GenericEnvClient:
     def __init__(
         self,
         base_url: str,
         connect_timeout_s: float = 10.0,
         message_timeout_s: float = 60.0,
+        max_message_size_mb: float = 100.0,
         mode: str | None = None,
     ) -> None:
         self._url, self._env = base_url, None
+        self._most_bytes = max_message_size_mb * 2**20
 
     async def connect(self) -> Any:
         if self._url not in SERVERS:
@@ -81,6 +92,8 @@ class GenericEnvClient:
         except Exception as error:
             raise RuntimeError(f"Server error: {error} (code: EXECUTION_ERROR)") from error
         shown = observation.model_dump(exclude={"done", "reward"})
+        if len(json.dumps(shown)) > self._most_bytes:  # websockets ends the connection
+            raise ConnectionClosedError(SimpleNamespace(code=1009, reason="message too big"))
         return StepResult(shown, observation.reward, observation.done)
 
 

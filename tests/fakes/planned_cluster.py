@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlpost.config.plan.engine_memory import default_fraction
-from rlpost.config.plan.estimate import RESERVE, Estimate
+from rlpost.config.plan.cards import RESERVE
 from rlpost.config.plan.weight_update import SHARED_BUFFERS
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.errors import EngineDied
+from rlpost.extensions.planning.engine_memory import default_fraction
+from rlpost.extensions.planning.estimate import Estimate
 from rlpost.trainer.memory import GRADS, OPTIMIZER, WEIGHTS, wait_until_free
 from rlpost.types import Bucket
 from tests.fakes.memory_ledger import MemoryLedger
@@ -161,6 +162,7 @@ class Client:
     url: str
     api_key: str
     timeout_s: float = 0.0
+    selector: str = "all"
 
     @property
     def _engine(self) -> PlannedEngine:

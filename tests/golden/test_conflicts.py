@@ -15,7 +15,6 @@ from rlpost.config import flags
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.distillation import distillation_problems
-from rlpost.config.checks.fleet import fleet_problems
 from rlpost.config.checks.layout import layout_problems
 from rlpost.config.checks.lora import adapter_engine_problems, lora_problems
 from rlpost.config.checks.no_effect import no_effect_problems
@@ -25,6 +24,7 @@ from rlpost.config.checks.rollout import debug_problems, eval_problems, rollout_
 from rlpost.config.checks.routing import routing_problems
 from rlpost.config.load import load
 from rlpost.config.tree import Config
+from rlpost.extensions.fleet.fleet_checks import fleet_problems
 
 CATALOGUE = "conflicts.md"
 CHECKS: dict[str, Callable[[Config], list[str]]] = {

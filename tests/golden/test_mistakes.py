@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import main
-from rlpost.cli.status import EXIT_UNKNOWN
 from rlpost.config.flags import fields
 from rlpost.config.load import dump, load
+from rlpost.extensions.watching.status_verb import EXIT_UNKNOWN
 from tests.golden.mistakes import MISTAKES, Mistake
 from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets

@@ -25,7 +25,7 @@ from rlpost.durable.journal_format import ANSWER, Part
 from rlpost.types import Prompt
 from tests.unit.cli.projects import make_project
 from tests.unit.durable.test_journal import begin, group
-from tests.unit.observe.report.runs import make_run
+from tests.unit.watching.report.runs import make_run
 
 COLUMNS, LINES, SCREEN = 80, 24, 50
 ROOT = Path(__file__).parents[2]

@@ -93,7 +93,7 @@ def send_to_a_peer_that_leaves(actor: Any, *, port: int, group_name: str) -> tup
 
     actor.import_weights()
     actor.broadcast.timeout = timedelta(seconds=60)
-    actor.broadcast.connect("127.0.0.1", port, 1, f"{group_name}-0")
+    actor.broadcast.connect("127.0.0.1", port, 1, f"{group_name}-0", 60.0)
     said, started = "", time.monotonic()
     try:
         for index in range(len(actor.buckets)):

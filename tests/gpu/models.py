@@ -19,7 +19,7 @@ def make_gpu_model(folder: Path) -> Path:
     """
     import torch
 
-    from rlpost.cli.tiny_model import TINY, make_model, make_tokenizer
+    from rlpost.extensions.fetching.tiny_model import TINY, make_model, make_tokenizer
 
     torch.manual_seed(1)
     tokenizer = make_tokenizer()

@@ -20,6 +20,7 @@ from rlpost.models.fp8 import grid_of
 from rlpost.trainer import fp8_grid
 from tests.contract.actor_ranks import look, run_ranks, train
 from tests.contract.families import FAMILIES, make_family
+from tests.contract.local_layers import use_local_layers
 from tests.contract.samples import STEPS
 from tests.settings import rank_config
 
@@ -73,10 +74,9 @@ def hf_logits(folder: Path, dtype: torch.dtype, device: str) -> torch.Tensor:
 def our_logits(
     folder: Path, export: Path, *, implementation: str = "local", **changes: object
 ) -> torch.Tensor:
-    settings = rank_config(
-        str(folder), distributed_timeout_minutes=2, transformer_impl=implementation, **changes
-    )
-    (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(export))
+    settings = rank_config(str(folder), distributed_timeout_minutes=2, **changes)
+    before = use_local_layers if implementation == "local" else None
+    (seen,) = run_ranks(look, 1, settings, before=before, samples=SAMPLES, export=str(export))
     return torch.from_numpy(seen["logits"])[: sum(len(sample.token_ids) for sample in SAMPLES)]
 
 
@@ -118,11 +118,11 @@ def trained(folder: Path, **changes: object) -> list[dict[str, float]]:
 
     TransformerEngine's fast kernels need 16 bits, so float32 uses the local implementation.
     """
-    local = {} if changes["bf16"] else {"transformer_impl": "local"}
     settings = rank_config(
-        str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **local, **changes
+        str(folder), lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2, **changes
     )
-    (found,) = run_ranks(train, 1, settings, steps=STEPS)
+    before = None if changes["bf16"] else use_local_layers
+    (found,) = run_ranks(train, 1, settings, before=before, steps=STEPS)
     return found["metrics"]
 
 
@@ -170,10 +170,10 @@ def test_log_probs_are_the_same_in_chunks_of_any_size(folders, tmp_path):
     """In chunks of seven rows, and in one chunk."""
     found = []
     for chunk in (7, 100_000):
-        settings = rank_config(
-            str(folders["qwen3"]), bf16=False, transformer_impl="local", log_probs_chunk_size=chunk
+        settings = rank_config(str(folders["qwen3"]), bf16=False, log_probs_chunk_size=chunk)
+        (seen,) = run_ranks(
+            look, 1, settings, before=use_local_layers, samples=SAMPLES, export=str(tmp_path)
         )
-        (seen,) = run_ranks(look, 1, settings, samples=SAMPLES, export=str(tmp_path))
         found.append(
             [
                 value

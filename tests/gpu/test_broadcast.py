@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.contract.actor_ranks import plan_sync, run_ranks, send_weights
 from tests.contract.families import make_family
+from tests.contract.local_layers import use_local_layers
 from tests.gpu.gpu_ranks import receive_on, send_to_a_peer_that_leaves
 from tests.ports import free_port
 from tests.settings import rank_config
@@ -26,10 +27,8 @@ def test_a_broadcast_to_a_process_that_has_left_ends_with_an_error(
     """On NCCL its kernel would wait for ever; afterwards the GPU computes again."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     make_family(tmp_path, "qwen3")
-    settings = rank_config(
-        str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000
-    )
-    (plan,) = run_ranks(plan_sync, 1, settings)
+    settings = rank_config(str(tmp_path), bf16=False, update_weight_buffer_size=40_000)
+    (plan,) = run_ranks(plan_sync, 1, settings, before=use_local_layers)
     context, port = multiprocessing.get_context("spawn"), free_port()
     results = context.Queue()
     where = ("cuda:1", "nccl") if device == "cuda" else ("cpu", "gloo")
@@ -41,7 +40,12 @@ def test_a_broadcast_to_a_process_that_has_left_ends_with_an_error(
     peer.start()
     try:
         ((said, seconds),) = run_ranks(
-            send_to_a_peer_that_leaves, 1, settings, port=port, group_name=GROUP
+            send_to_a_peer_that_leaves,
+            1,
+            settings,
+            before=use_local_layers,
+            port=port,
+            group_name=GROUP,
         )
     finally:
         peer.kill()
@@ -56,10 +60,8 @@ def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
 ) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as the run sets it: both sides must agree
     make_family(tmp_path, name)
-    settings = rank_config(
-        str(tmp_path), bf16=False, transformer_impl="local", update_weight_buffer_size=40_000
-    )
-    (plan,) = run_ranks(plan_sync, 1, settings)
+    settings = rank_config(str(tmp_path), bf16=False, update_weight_buffer_size=40_000)
+    (plan,) = run_ranks(plan_sync, 1, settings, before=use_local_layers)
     context, port = multiprocessing.get_context("spawn"), free_port()
     results = context.Queue()
     where = ("cuda:1", "nccl") if device == "cuda" else ("cpu", "gloo")
@@ -69,7 +71,14 @@ def test_a_process_on_the_next_gpu_receives_every_weight_bit_for_bit(
     peer.start()
     started = time.monotonic()
     try:
-        run_ranks(send_weights, 1, settings, connections=[[port]], group_name=GROUP)
+        run_ranks(
+            send_weights,
+            1,
+            settings,
+            before=use_local_layers,
+            connections=[[port]],
+            group_name=GROUP,
+        )
         received = results.get(timeout=60)
     finally:
         peer.kill()

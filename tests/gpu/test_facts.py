@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
+from rlpost.extensions.planning.nccl_memory import CUDA_CONTEXT
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.families import make_family
+from tests.contract.local_layers import use_local_layers
 from tests.gpu.gpu_ranks import share_unread
 from tests.settings import rank_config
 
@@ -129,10 +130,8 @@ def test_a_cuda_context_takes_what_the_plan_counts(device: str, record_property)
 def test_memory_of_shared_buckets_comes_back_after_a_failed_update(
     model: Path, device: str, is_read: bool, record_property
 ) -> None:
-    settings = rank_config(
-        str(model), bf16=None, transformer_impl="local", update_weight_buffer_size=40_000
-    )
-    (found,) = run_ranks(share_unread, 1, settings, is_read=is_read)
+    settings = rank_config(str(model), bf16=None, update_weight_buffer_size=40_000)
+    (found,) = run_ranks(share_unread, 1, settings, before=use_local_layers, is_read=is_read)
     before, shared, after = found["bytes"]
     record_property("figure", f"{shared - before} bytes shared, {after - before} left")
     assert found["num_pieces"] == 2

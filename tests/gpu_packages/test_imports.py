@@ -24,7 +24,9 @@ class Role:
 
 ROLES = {
     "trainer rank": Role(("rlpost.trainer.actor",)),
-    "converter": Role(("rlpost.cli.convert", "rlpost.trainer.conversion")),
+    "converter": Role(
+        ("rlpost.extensions.converting.convert", "rlpost.extensions.converting.conversion")
+    ),
     "driver": Role(("rlpost.driver.driver", "rlpost.driver.workers"), frozenset({"ray"})),
     "engine": Role(
         (

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "slurm", "bootstrap", "rlpost")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-STAND_INS = ROOT / "rlpost/engines/sglang_on_cpu"
+STAND_INS = ROOT / "rlpost/extensions/on_cpu/sglang_on_cpu"
 # stand-ins copy foreign interfaces
 OURS = [path for path in FILES if STAND_INS not in path.parents]
 
@@ -33,18 +33,28 @@ MAY_IMPORT = {
     "rlpost.engines.adapter_use": {"sglang"},
     "rlpost.engines.engine_processes": {"sglang"},
     "rlpost.engines.server": {"sglang", "torch"},
+    "rlpost.engines.shards.failures": {"sglang", "torch"},
+    "rlpost.engines.shards.loader": {"sglang", "torch"},
+    "rlpost.engines.shards.parameters": {"torch"},
+    "rlpost.engines.shards.recorder": {"torch"},
+    "rlpost.engines.shards.tracking": {"torch"},
     "rlpost.rollout": {"numpy"},
     "rlpost.durable": {"numpy"},
     # numpy: pixels; transformers: the processor that makes them, when a trainer asks
     "rlpost.images": {"numpy", "transformers"},
     "rlpost.trainer": {"torch", "numpy", "transformers", "megatron"},
-    "rlpost.extensions.rehearsal.all_ranks": {"torch", "transformers", "megatron"},
+    "rlpost.extensions.in_process": {"torch", "transformers"},
+    "rlpost.extensions.on_cpu": {"torch"},
+    "rlpost.extensions.rehearsal.all_ranks": {"torch", "megatron"},
     "rlpost.driver": {"torch", "numpy", "transformers"},
     "rlpost.driver.workers": {"torch", "numpy", "ray"},
     # in a process of its own, and in the driver, which has it already
     "rlpost.cli.stack_check": {"transformers"},
-    "rlpost.cli.assets.pypi": {"transformers"},
-    "rlpost.cli.tiny_model": {"torch", "transformers"},
+    # columns of routes
+    "rlpost.extensions.slime.generate": {"numpy"},
+    "rlpost.extensions.fetching.assets.pypi": {"transformers"},
+    "rlpost.extensions.fetching.tiny_model": {"torch", "transformers"},
+    "rlpost.extensions.fetching.tiny_squares": {"torch", "transformers"},
 }
 # top-level package, or package of rlpost: what it may import of the others and of small libraries
 BESIDE = {
@@ -54,10 +64,19 @@ BESIDE = {
     "rlpost": {"common", "pydantic", "psutil"},
     "rlpost.cli": {"common", "slurm", "pydantic", "psutil", "submitit"},
     "rlpost.extensions.agents.sandbox.jobs": {"common", "slurm"},
+    "rlpost.extensions.attach": {"common", "slurm"},
+    "rlpost.extensions.fleet.fleet_jobs": {"common", "slurm"},
+    "rlpost.extensions.fleet.fleet_verb": {"common", "slurm"},
+    "rlpost.extensions.fleet.fleet_view": {"common", "slurm"},
+    "rlpost.extensions.fleet.job_part": {"common", "slurm"},
+    "rlpost.extensions.doctor": {"common", "slurm"},
+    "rlpost.extensions.converting": {"common", "slurm"},
+    "rlpost.extensions.sweep": {"common", "slurm"},
+    "rlpost.extensions.watching": {"common", "slurm"},
 }
 WATCHED = {"common", "slurm", "bootstrap", "rlpost", "submitit", "psutil", "pydantic", "netifaces"}
 NAMED = (*PACKAGES, "tools", "benchmarks")
-VAGUE, FEW_LINES = {"found", "given", "made", "wanted", "there"}, 15
+VAGUE, FEW_LINES = {"found", "given", "made", "wanted", "there", "own"}, 15
 MAX_FILE, MAX_FUNCTION = 500, 80
 MAX_POSITIONAL, MAX_PARAMETERS = 6, 10  # keyword-only parameters count in the second only
 # signatures that Megatron-core, SGLang and slime prescribe
@@ -65,7 +84,7 @@ PRESCRIBED = {
     ("rlpost.trainer.attention", "__init__"),
     ("rlpost.trainer.attention", "forward"),
     ("rlpost.extensions.slime.sample", "append_response_tokens"),
-    ("rlpost.engines.sglang_on_cpu.rlpost_decode_on_cpu", "forward"),
+    ("rlpost.extensions.on_cpu.sglang_on_cpu.rlpost_decode_on_cpu", "forward"),
 }
 
 
@@ -171,12 +190,30 @@ LIGHT = (
     "rlpost/images",
     "rlpost/extensions/agents/checks",
     "rlpost/extensions/agents/env_",
+    "rlpost/extensions/agents/references",
     "rlpost/extensions/agents/sandbox_table",
     "rlpost/extensions/agents/sandbox/jobs",
+    "rlpost/extensions/attach",
+    "rlpost/extensions/doctor",
+    "rlpost/extensions/completing",
+    "rlpost/extensions/converting/convert",
+    "rlpost/extensions/evaluating",
+    "rlpost/extensions/fetching",
+    "rlpost/extensions/fleet/fleet_checks",
+    "rlpost/extensions/fleet/fleet_jobs",
+    "rlpost/extensions/fleet/fleet_table",
+    "rlpost/extensions/fleet/fleet_use",
+    "rlpost/extensions/fleet/fleet_verb",
+    "rlpost/extensions/fleet/fleet_view",
+    "rlpost/extensions/fleet/job_part",
     "rlpost/extensions/judge/agreement",
+    "rlpost/extensions/planning",
     "rlpost/extensions/rehearsal/command",
     "rlpost/extensions/rehearsal/nodes",
     "rlpost/extensions/slime/names",
+    "rlpost/extensions/sweep",
+    "rlpost/extensions/tracking",
+    "rlpost/extensions/watching",
 )
 IMPORTS = """import importlib, sys
 for name in {names!r}:

@@ -101,7 +101,9 @@ def parse_verb(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if words[0] == "evaluate":
         if "--run-folder" in words:
             with pytest.raises(ConfigError, match="neither a run folder"):
-                importlib.import_module("rlpost.cli.evaluate").main(words[1:])
+                importlib.import_module("rlpost.extensions.evaluating.evaluate_verb").main(
+                    words[1:]
+                )
         elif words[1:]:
             print_config(words[0], words[1:])
         return

@@ -83,6 +83,7 @@ def test_a_loss_of_a_file_has_the_policy_gradient_at_the_old_policy(folder):
     assert statistics.keys() == {"distance_max"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slime_adapters")
 def test_plug_ins_of_slime_are_checked_and_run(folder, monkeypatch, capsys):
     """The command of the page, a misspelt import, a wrong number of arguments, the reward and the

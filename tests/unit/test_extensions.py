@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,18 @@ from pathlib import Path
 
 import pytest
 
+import rlpost
+from common.run_folder import RunFolder
 from rlpost.cli.main import VERBS, main
 from rlpost.config import extensions
+from rlpost.config.checks.functions import function_problems, moved_imports
 from rlpost.config.extensions import Extension
 from rlpost.config.flags import groups
+from rlpost.config.load import load
+from rlpost.config.moved import MOVED
 from rlpost.config.tree import Tree
 from rlpost.errors import ConfigError
+from rlpost.observe.reporter import try_to_write_report
 from tests.unit.test_architecture import FILES, ROOT, imports, module_name, nodes
 
 ROWS = [row.name for row in extensions.extensions()]
@@ -66,7 +73,7 @@ def test_the_core_names_no_extension_and_no_extension_names_another() -> None:
     wrong = {
         module: others
         for path in FILES
-        if (module := module_name(path)) != "rlpost.config.extensions"
+        if (module := module_name(path)) not in ("rlpost.config.extensions", "rlpost.config.moved")
         and (others := named(path) - {extension_of(module)})
     }
     assert not wrong
@@ -74,7 +81,8 @@ def test_the_core_names_no_extension_and_no_extension_names_another() -> None:
 
 def test_a_row_loads_nothing_but_the_registry() -> None:
     """It is read by each process that builds the tree of settings, on login nodes too."""
-    light = {"rlpost", "rlpost.config", "rlpost.config.extensions", "rlpost.errors"}
+    light = {"rlpost", "rlpost.config", "rlpost.errors"}
+    light |= {"rlpost.config.extensions", "rlpost.config.extension_row"}
     light |= {"rlpost.extensions"} | {f"rlpost.extensions.{name}" for name in ROWS}
     light |= {f"rlpost.extensions.{name}.extension" for name in ROWS}
     code = (
@@ -86,32 +94,116 @@ def test_a_row_loads_nothing_but_the_registry() -> None:
     assert set(done.stdout.split()) == light
 
 
+def write_first(run: RunFolder) -> None:
+    """A report that fails."""
+    raise OSError("the storage failed")
+
+
+def write_second(run: RunFolder) -> None:
+    """A report after it."""
+    run.report.with_name("second").touch()
+
+
+def test_a_report_that_fails_leaves_those_of_other_extensions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [Extension(name=name, report=f"{__name__}:write_{name}") for name in ("first", "second")]
+    monkeypatch.setattr(extensions, "extensions", lambda: rows)
+    try_to_write_report(RunFolder(tmp_path))
+    assert (tmp_path / "second").exists()
+    assert "no report of the extension first this time: OSError: the storage failed" in caplog.text
+
+
+MOVED_MODULES = [
+    *("rlpost.agents.gateway", "rlpost.compat.slime.sample", "rlpost.observe.report.write"),
+    *(
+        f"rlpost.observe.report.{name}"
+        for name in (
+            *("compare", "fleet_use", "goodput", "gpu_layout", "html", "page", "panels"),
+            *("plots", "run_facts", "series", "timeline"),
+        )
+    ),
+]
+"""Modules of earlier versions."""
+
+
+@pytest.mark.parametrize("old", [*MOVED_MODULES, *MOVED])
+def test_a_moved_module_is_named_where_it_is_by_import_and_by_setting(old: str) -> None:
+    module, _, name = old.rpartition(".")
+    by_import = {
+        line
+        for code in (f"import {old}", f"from {module} import {name}", f"from {old} import f")
+        for line in moved_imports(ast.parse(code))
+        if f"rlpost has no module {old};" in line
+    }
+    config = load([], {"rollout": {"custom_rm_path": f"{old}.f"}}).config
+    by_setting = [line for line in function_problems(config) if "custom-rm-path" in line]
+    assert by_import and len(by_setting) == 1
+    for line in [*by_import, *by_setting]:
+        new = line.rpartition("; use ")[2]
+        assert new.startswith("rlpost.") and pkgutil.resolve_name(new), line
+
+
 def test_every_path_of_a_row_exists() -> None:
     for row in extensions.extensions():
-        names = [*row.tables.values(), *row.checks, *row.on_node, *row.foreign_names.values()]
+        names = [*row.tables.values(), *row.checks, *row.model_checks, *row.on_node]
+        names += row.foreign_names.values()
         names += [verb.main for verb in row.verbs.values()]
+        names += [path for each in row.mirrors.values() for path in (each.open, each.check) if path]
         names += [path for each in row.rewards.values() for path in (each.make, each.check)]
-        names += filter(None, (row.adapters, row.answers, row.job, row.rehearsal))
+        for text_reward in row.text_rewards.values():
+            names += filter(None, (text_reward.score, text_reward.in_box))
+            names += text_reward.parts.values()
+        names += filter(
+            None,
+            (
+                row.adapters,
+                row.answers,
+                row.job,
+                row.rehearsal,
+                row.follow,
+                row.follow_engines,
+                row.report,
+            ),
+        )
+        names += filter(None, (row.joining_engines, row.engine_agent, row.gpu_use))
+        names += filter(None, (row.trainer_without_gpus, row.engine_without_gpus))
+        names += row.public_names.values()
+        names += filter(None, (row.notes, row.arithmetic, row.rank_memory, row.examples))
         assert names and {extension_of(name.replace(":", ".")) for name in names} == {row.name}
         for name in names:
             extensions.load(name)
 
 
 IN_A_COPY = """
+import rlpost
+from rlpost.cli.check_settings import check
 from rlpost.cli.main import main
 from rlpost.config import extensions
 from rlpost.config.load import load
 from rlpost.tasks.reward.grader import check_reward
-print(main(["--help"]), main(["check", "tiny"]), extensions.extensions())
-rollout = load([], {"rollout": {"rm_type": "judge"}}).config.rollout
-for refused in (lambda: check_reward(rollout), extensions.rehearsal):
+print(extensions.follow(), extensions.mirrors(), extensions.reports())
+submit = ["submit", "tiny", "--local"]
+codes = [main(words) for words in (["--help"], ["check", "tiny"], [*submit, "--dry-run"], submit)]
+print(*codes, extensions.extensions(), hasattr(rlpost, "InProcessRun"))
+def of_reward(**settings):
+    return load([], {"rollout": settings}).config.rollout
+check_reward(of_reward(custom_rm_path="rewards.score", rm_type="math"))
+supervised = load([], {"grpo": {"loss_type": "sft_loss"}}).config
+for refused in (
+    lambda: check_reward(of_reward(rm_type="judge")),
+    lambda: check_reward(of_reward(rm_type="boxed_math")),
+    extensions.rehearsal, extensions.engine_agent, extensions.rank_memory, lambda: check(supervised),
+    extensions.check_trainer_without_gpus, extensions.engine_without_gpus,
+):
     try:
         refused()
     except ValueError as error:
-        print(error)
+        print(*str(error).splitlines(), sep="; ")
 """
 
 
+@pytest.mark.slow
 def test_the_core_runs_without_the_folder(tmp_path: Path) -> None:
     moved = {"rlpost.extensions"}
 
@@ -128,11 +220,20 @@ def test_the_core_runs_without_the_folder(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    *_, codes, of_judge, of_rehearsal = done.stdout.splitlines()
-    assert codes == "0 0 ()", done.stdout
+    *_, of_sft, of_rank, of_engine = lines = done.stdout.splitlines()
+    codes, of_judge, of_math, of_rehearsal, of_agent, of_memory = lines[-9:-3]
+    assert codes == "0 0 0 2 () False" and "None {} {}\n" in done.stdout, done.stdout
     assert "  submit" in done.stdout and "  rehearse" not in done.stdout
+    assert "memory is not estimated: this installation has no extension for it" in done.stdout
     assert of_judge.startswith("--rm-type judge: no such reward")
+    assert of_math.startswith("--rm-type boxed_math: no such reward; known: exact_match, remote_rm")
+    assert of_math.endswith("; this installation has no extension with more")
     assert of_rehearsal.startswith("--rehearse: this installation has no extension for it")
+    assert of_agent.startswith("engines in other jobs: this installation has no extension")
+    assert "--loss-type sft_loss: this installation has no extension for it" in of_sft
+    assert of_memory.endswith("this installation has no extension for that; install one")
+    for line, what in ((of_rank, "a trainer rank"), (of_engine, "an engine")):
+        assert line.startswith(f"{what} without a GPU: this installation has no extension for")
 
 
 class Point:
@@ -161,6 +262,41 @@ def test_an_extension_of_another_package_comes_after_ours(monkeypatch: pytest.Mo
             rows(loaded)
 
 
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ("from rlpost import columns\nEXTENSION = Extension(name='theirs')", "theirs False"),
+        ("1 / 0", "broken False"),
+    ],
+    ids=["imports a module", "broken"],
+)
+def test_modules_of_the_package_are_imported_without_the_registry(tmp_path, row, found) -> None:
+    """``from rlpost import NAME`` asks the package for the name before it imports a module."""
+    info = tmp_path / "theirs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[rlpost.extensions]\ntheirs = their_row:EXTENSION\n")
+    head = "from rlpost.config.extensions import Extension\n"
+    (tmp_path / "their_row.py").write_text(head + row)
+    program = """
+import rlpost
+from rlpost import types
+from rlpost.config import extensions
+try:
+    name = extensions.extensions()[-1].name
+except ValueError:
+    name = "broken"
+print(name, hasattr(rlpost, "no_such_name"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == found, done.stderr
+
+
 def test_an_extension_replaces_nothing_and_a_broken_one_is_an_error_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +304,7 @@ def test_an_extension_replaces_nothing_and_a_broken_one_is_an_error_in_a_line(
     ours = extensions.extensions()
     for row, why in (
         (Extension(name="x", verbs={"submit": VERBS["submit"]}), "the verb submit exists"),
+        (Extension(name="x", public_names={"load": ""}), "the public name load exists"),
         (Extension(name="x", tables={"grpo": ""}), "the table grpo exists"),
         (Extension(name="x", tables={"env": ""}), "the table env exists"),
         (
@@ -178,6 +315,7 @@ def test_an_extension_replaces_nothing_and_a_broken_one_is_an_error_in_a_line(
         monkeypatch.setattr(extensions, "extensions", lambda row=row: (*ours, row))
         with pytest.raises(ConfigError, match=why):
             extensions.verbs(VERBS)
+            extensions.public_names(rlpost._PUBLIC)
             extensions.tables(core)
 
     def broken() -> None:
@@ -186,3 +324,34 @@ def test_an_extension_replaces_nothing_and_a_broken_one_is_an_error_in_a_line(
     monkeypatch.setattr(extensions, "extensions", broken)
     assert main(["--version"]) == 0 and main(["list"]) == 2
     assert capsys.readouterr().err == "error: rlpost.extensions theirs: cannot load it\n"
+
+
+def test_a_hook_of_one_extension_is_refused_for_two(monkeypatch) -> None:
+    """Which of them a run would use would be unknown."""
+    ours = extensions.extensions()
+    hooks = {
+        "joining_engines": extensions.joining_engines,
+        "trainer_without_gpus": extensions.prepare_trainer,
+        "engine_without_gpus": extensions.engine_without_gpus,
+        "engine_agent": extensions.engine_agent,
+        "examples": extensions.examples,
+        "follow": extensions.follow,
+        "rank_memory": extensions.rank_memory,
+        "rehearsal": extensions.rehearsal,
+    }
+    for hook, asked in hooks.items():
+        row = Extension(name="theirs", **{hook: "json:loads"})
+        monkeypatch.setattr(extensions, "extensions", lambda row=row: (*ours, row))
+        with pytest.raises(ConfigError, match=f"and theirs: both have {hook}; install one of them"):
+            asked()
+    named = {
+        "mirrors": extensions.mirrors,
+        "rewards": extensions.rewards,
+        "text_rewards": lambda: extensions.text_rewards({}),
+    }
+    for field, asked in named.items():
+        taken = {name: object() for one in ours for name in getattr(one, field)}
+        row = Extension(name="theirs", **{field: taken})
+        monkeypatch.setattr(extensions, "extensions", lambda row=row: (*ours, row))
+        with pytest.raises(ConfigError, match="exists; give it another name"):
+            asked()

@@ -31,10 +31,10 @@ from rlpost.durable.group_records import (
 from rlpost.durable.journal_format import prompt_digest
 from rlpost.errors import ConfigError
 from rlpost.extensions.judge.reward import JudgeReward
+from rlpost.extensions.supervised.tokenizer import SupervisedTokenizer
 from rlpost.observe.samples import chosen
 from rlpost.rollout.answer_log import request_digest
 from rlpost.rollout.teacher import TeacherServer
-from rlpost.tasks.supervised import SupervisedTokenizer
 from rlpost.trainer import mtp, routes
 from rlpost.types import (
     Backlog,
@@ -172,6 +172,8 @@ def test_a_backlog_names_the_images_of_all_its_prompts():
     one, other = (ImageSpan("aa", 5, 4, (1, 4, 4)),), (ImageSpan("bb", 5, 4, (1, 4, 4)),)
     backlog = Backlog(finished=(group(one),), unfinished=(Unfinished(prompt(other)),))
     assert backlog.images == {"aa", "bb"} and Backlog().images == frozenset()
+    later = Backlog(unfinished=(Unfinished(prompt(()), (sample(one), sample(other))),))
+    assert later.images == {"aa", "bb"}, "of answers in progress, too"
 
 
 def test_a_record_without_images_is_as_before():

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from rlpost.cli import plan
+from rlpost.extensions.planning import plan_verb as plan
 from tools.pages.layouts import EXAMPLES, NUM_SHOWN, STARTS, layouts_page, planned, search_command
 
 # Billions of parameters, as the models' cards say.
@@ -30,10 +30,12 @@ def test_a_recommended_layout_fits(start):
     assert made.shape.parameters.total / 1e9 == pytest.approx(PUBLISHED[start.model], rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_recommended_model_has_a_row(page):
     assert all(f"[{start.title}]" in page for start in STARTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.model)
 def test_the_commands_of_the_page_print_the_output_that_it_shows(example, page, capsys):
     command = search_command(example)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.observe.wandb import WandbWriter
+from rlpost.extensions.tracking.wandb import WandbWriter
 from tests.left_threads import left_threads
 
 

@@ -1,4 +1,5 @@
-"""Names that tests and the rehearsal replace exist: in modules and classes of this project.
+"""Names that tests and the rehearsal replace exist, in modules and classes of this project, and are
+looked up when they are used: a default argument or a table made at import keeps the first value.
 
 ``setattr`` of pytest and ``patch`` of unittest raise for a lacking name, but only once they run, and
 many run in the slow tiers alone. A plain assignment to an attribute never raises. Sources are read,
@@ -104,6 +105,7 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else ""
 
 
+@cache
 def replaced(path: Path) -> list[tuple[int, str, str]]:
     """Return (line, dotted name of the owner, attribute) of all that a file replaces."""
     if not MAY_REPLACE.search(path.read_text()):
@@ -120,6 +122,99 @@ def replaced(path: Path) -> list[tuple[int, str, str]]:
         elif isinstance(second, ast.Constant) and (owner := resolve(first, names)):
             found.append((node.lineno, owner, str(second.value)))
     return found
+
+
+def replaced_by_table(path: Path) -> list[tuple[int, str, str]]:
+    """Return what a file replaces by ``{module: {"name": stand_in}}``, as ``replaced`` does."""
+    if not MAY_REPLACE.search(path.read_text()):
+        return []
+    return [
+        (node.lineno, owner, str(name.value))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Dict)
+        for key, row in zip(node.keys, node.values, strict=True)
+        if key is not None and isinstance(row, ast.Dict)
+        if (owner := resolve(key, imported_by(path)))
+        for name in row.keys
+        if isinstance(name, ast.Constant)
+    ]
+
+
+@cache
+def read_names(path: Path) -> tuple[dict[str, int], set[str]]:
+    """Return the names that a module reads while it is imported, with a line of each, and those
+    that its functions read when they are called.
+
+    A default or a decorator is read at the import, unless its function is inside another.
+    """
+    at_import, at_call, pending = {}, set(), [*tree_of(path).body]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            body = node.body if isinstance(node.body, list) else [node.body]
+            read = [one for statement in body for one in ast.walk(statement)]
+            at_call |= {one.id for one in read if isinstance(one, ast.Name)}
+            arguments = node.args
+            pending += [*arguments.defaults, *filter(None, arguments.kw_defaults)]
+            pending += getattr(node, "decorator_list", [])
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            at_import[node.id] = node.lineno
+        is_annotated = isinstance(node, ast.AnnAssign)
+        pending += filter(None, [node.value]) if is_annotated else ast.iter_child_nodes(node)
+    return at_import, at_call
+
+
+@cache
+def all_sources() -> str:
+    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return "\n".join(path.read_text() for path in files)
+
+
+@cache
+def is_read_through_module(owner: str, name: str) -> bool:
+    """Whether a file has ``module.name``, or ``"module:name"`` as a registry does."""
+    words = (f"{owner.rpartition('.')[2]}.{name}", f"{owner}:{name}")
+    return any(word in all_sources() for word in words)
+
+
+@cache
+def escapes(owner: str, name: str) -> str | None:
+    """Return why the users of a module's name would not see its replacement; None if they do."""
+    if not (path := source_of(owner)):
+        return None
+    at_import, at_call = read_names(path)
+    if name in at_import:
+        return f"line {at_import[name]} reads it at the import"
+    if name not in at_call and not is_read_through_module(owner, name):
+        return "no function reads it; replace it where it is imported"
+    return None
+
+
+def test_a_replacement_reaches_the_users_of_the_name():
+    everything = [
+        (path, *one) for path in PATCHING for one in (*replaced(path), *replaced_by_table(path))
+    ]
+    assert any("crash_consistency" in str(path) for path, *_ in everything)
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {owner}.{name}: {why}"
+        for path, line, owner, name in everything
+        if (why := escapes(owner, name))
+    ] == []
+
+
+def test_names_kept_at_the_import_are_found(tmp_path):
+    path = tmp_path / "one.py"
+    path.write_text(
+        "from a import Kept, Late, Row, Unused\n"
+        "ROWS = [Row]\n"
+        "typed: Late = None\n"
+        "def make(connection=Kept, other=None):\n"
+        "    return other or Late\n"
+    )
+    at_import, at_call = read_names(path)
+    assert {"Kept", "Row"} <= at_import.keys() and not {"Late", "Unused"} & at_import.keys()
+    assert "Late" in at_call and not {"Kept", "Row", "Unused"} & at_call
 
 
 def test_every_replaced_name_exists():

@@ -1,8 +1,20 @@
-"""rlpost/cli/tiny_model.py writes into its own folder only, never into one with another model."""
+"""rlpost/extensions/fetching/tiny_model.py writes into its own folder only, never into one with another model."""
 
 import pytest
 
-from rlpost.cli.tiny_model import is_complete, produce, publish
+from rlpost.extensions.agents.chat_messages import Message
+from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.policy import Policy
+from rlpost.extensions.fetching.tiny_model import (
+    AGENTS_TEMPLATE,
+    CHARACTERS,
+    CHAT_TEMPLATE,
+    OF_CALLS,
+    is_complete,
+    make_tokenizer,
+    produce,
+    publish,
+)
 
 SETTINGS = {"seed": 1}
 
@@ -37,3 +49,19 @@ def test_the_tiny_model_is_made_again_with_other_settings_and_after_a_crash(tmp_
 
 def interrupted(*_):
     raise KeyboardInterrupt
+
+
+def test_the_template_for_agents_writes_tools_and_calls_that_the_gateway_reads(tmp_path):
+    """Conversations without tools are those of the tiny model, and their characters have ids."""
+    texts = []
+    for for_agents in (False, True):
+        folder = tmp_path / str(for_agents)
+        characters = CHARACTERS + OF_CALLS if for_agents else CHARACTERS
+        template = AGENTS_TEMPLATE if for_agents else CHAT_TEMPLATE
+        make_tokenizer(template=template, characters=characters).save_pretrained(folder)
+        policy = Policy(ChatTemplate(str(folder)))
+        texts.append(policy.template.render([Message("user", "Q:01+02")], ()))
+        assert policy.format == ("qwen" if for_agents else "none")
+    assert texts[0] == texts[1]
+    call = '<tool_call>{"name": "f", "arguments": {"a_b": 1}}</tool_call>'
+    assert policy.template.decode(policy.template.encode(call)) == call

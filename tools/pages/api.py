@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlpost.config.extensions import FOLDER, extensions
+
 SOURCES = Path(__file__).parents[2]
 MODULES = {
     "Data types and errors": ("rlpost.types", "rlpost.errors"),
-    "A run in this process": ("rlpost.driver.in_process.run",),
+    "A run in this process": ("rlpost.extensions.in_process.run",),
     "Custom functions": (
         "rlpost.algorithm.objective",
         "rlpost.algorithm.loss_settings",
@@ -56,14 +58,16 @@ def api_page() -> str:
 
 
 def public_names() -> list[str]:
-    """Return the names of ``from rlpost import ...``, read from the source."""
+    """Return the names of ``from rlpost import ...``: those in the source, and rlpost's extensions'."""
     tree = ast.parse((SOURCES / "rlpost/__init__.py").read_text())
     table = next(
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES"
     )
-    return [name for names in table.values() for name in names]
+    core = [name for names in table.values() for name in names]
+    ours = [row for row in extensions() if (FOLDER / row.name).is_dir()]
+    return [*core, *(name for row in ours for name in row.public_names)]
 
 
 def _module(name: str) -> Iterator[str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlpost.cli.plan import GPU_MEMORY, model_of, parse_size
+from rlpost.cli.planned_gpus import GPU_MEMORY, parse_size
 from rlpost.config.flags import flag
 from rlpost.config.load import load
-from rlpost.config.plan.estimate import Estimate, estimate
-from rlpost.config.plan.layout_search import layout_words, suggest
 from rlpost.config.tree import Config
+from rlpost.extensions.planning.estimate import Estimate, estimate
+from rlpost.extensions.planning.layout_search import layout_words, suggest
+from rlpost.extensions.planning.plan_verb import model_of
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from rlpost.cli.plan import GPU_MEMORY
+from rlpost.cli.planned_gpus import GPU_MEMORY
 from rlpost.cli.recipes import first_sentence
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.model_file import MODELS, named_in
-from rlpost.config.plan.layout_search import layout_words
+from rlpost.extensions.planning.layout_search import layout_words
 from rlpost.models.families import FAMILIES
 
 from .layouts import STARTS, planned
@@ -159,10 +159,16 @@ option of `config.json` that is not supported, is an error on the login node tha
 recipe, copy the nearest in size from `jobs/recipes`, and change its `model`, `hf_checkpoint`, `[assets]` and layout.
 
 A folder that is published with an encoder of images (`...ForConditionalGeneration`) is trained as text, as it is: the
-keys of its language model are read in `text_config`. The encoder is neither trained nor sent to engines; an export has
-its weights and `config.json` byte by byte. Small models of each kind have transformers' logits, and their engines the
-trainer's log-probs after an update, on CPUs. Adapters and a critic are refused. *Images*: with `--multimodal-keys`
-they read [images in prompts](data.md#images), and the trainer [runs the encoder](actor.md#images), frozen.
+keys of its language model are read in `text_config`. The encoder is then neither trained nor sent to engines; an
+export has its weights and `config.json` byte by byte. Small models of each kind have transformers' logits, and their
+engines the trainer's log-probs after an update, on CPUs. A critic needs *yes* under *images*. *Images*: with
+`--multimodal-keys` they read [images in prompts](data.md#images), and the trainer [runs the encoder](actor.md#images),
+frozen or trained. Engines on CPUs have transformers' log-probs with images for small Qwen3-VL (dense, experts),
+Qwen2.5-VL, dense Qwen3.5 and GLM-V (dense, experts). All but dense Qwen3-VL have them after an update of a trained
+encoder, too. GLM-4.6V and GLM-4.6V-Flash have the classes of GLM-4.5V and GLM-4.1V, and their own
+`config.json` was not read.
+The norm in the merger of GLM-V has an epsilon of 1e-6 in SGLang and 1e-5 in transformers: check the difference of
+log-probs at the first use on GPUs.
 
 | series | `architectures` in `config.json` | models | [LoRA](lora.md) | CP | MTP | images |
 |---|---|---|---|---|---|---|

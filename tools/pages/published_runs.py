@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlpost.cli.plan import model_of, parse_size
+from rlpost.cli.planned_gpus import parse_size
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.model_file import MODELS, read_model
-from rlpost.config.plan.cards import CARDS, RATES
-from rlpost.config.plan.estimate import Estimate, estimate
+from rlpost.config.plan.cards import CARDS
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.layout_search import layout_words
 from rlpost.config.plan.shape import Layout, Shape
-from rlpost.config.plan.step_time import StepTime, step_time
-from rlpost.config.plan.train_time import Training, mfu, train_step
+from rlpost.extensions.planning.estimate import Estimate, estimate
+from rlpost.extensions.planning.layout_search import layout_words
+from rlpost.extensions.planning.plan_verb import model_of
+from rlpost.extensions.planning.rates import RATES
+from rlpost.extensions.planning.step_time import StepTime, step_time
+from rlpost.extensions.planning.train_time import Training, mfu, train_step
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- generated: tools/make_docs.py -->", "<!-- end -->"

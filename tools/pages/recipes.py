@@ -12,11 +12,13 @@ import itertools
 from rich.console import Console
 
 from common.units import counted
-from rlpost.cli.plan import GPU_MEMORY, WIDTH, Speed, bars, model_of, parse_size, table
+from rlpost.cli.planned_gpus import GPU_MEMORY, parse_size
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.estimate import RESERVE, Estimate, estimate
-from rlpost.config.plan.layout_search import layout_words
-from rlpost.config.plan.nccl_memory import CUDA_CONTEXT
+from rlpost.config.plan.cards import RESERVE
+from rlpost.extensions.planning.estimate import Estimate, estimate
+from rlpost.extensions.planning.layout_search import layout_words
+from rlpost.extensions.planning.nccl_memory import CUDA_CONTEXT
+from rlpost.extensions.planning.plan_verb import WIDTH, Speed, bars, model_of, table
 
 WITHOUT_PLAN = "tiny"  # half a million parameters, and its config.json is made by `make assets`
 
@@ -28,8 +30,9 @@ _HEAD = """\
 
 Written by `make docs` from `jobs/recipes/*.toml`. Each has a batch script of its name in `jobs/`.
 `jobs/recipes/small/` has the tiny model with adapters ([LoRA](lora.md)), with a teacher
-([distillation](distillation.md)), with a critic ([PPO](ppo.md)), with [Muon](actor.md#muon) and with
-[supervised rows](data.md#supervised-rows).
+([distillation](distillation.md)), with a critic ([PPO](ppo.md)), with [Muon](actor.md#muon), with
+[supervised rows](data.md#supervised-rows) and for [environment packages](agents.md#adapters);
+`tiny_images` is a tiny model that reads [images](data.md#images).
 
 Configure the site once: fill in `jobs/clusters/site.toml` and run `make jobs`, or set three variables:
 
@@ -109,8 +112,9 @@ searches all layouts of the model on this number of GPUs.
 | engine weights | SGLang's sharding: attention over its replica, embedding and head too with DP attention, routers and narrow projections whole on each GPU | parameters of SGLang's models at full size on the meta device, with the settings of the recipes: within 5 % |
 | KV cache | `mem_fraction_static` of the memory that is free when the first engine starts, less the weights; 2 x layers x KV heads x width x 2 bytes a token | SGLang's own functions for the free memory, the default of `mem_fraction_static` and the bytes of a token: within 5 % |
 | CUDA graphs | SGLang's allowance of 2 MiB for each request of the largest batch; on the GPU while engines generate, in host memory while the trainer works | SGLang's own function |
-| CUDA, NCCL | {context:.1f} GB for each process, and the buffers of each communicator from NCCL's source, by its size, the ranks on a node and NVLink SHARP (`NCCL_NVLS_ENABLE`) | the communicators of a rehearsed rank: equal; their bytes: read, not measured (`rlpost/config/plan/nccl_memory.py` names its sources) |
+| CUDA, NCCL | {context:.1f} GB for each process, and the buffers of each communicator from NCCL's source, by its size, the ranks on a node and NVLink SHARP (`NCCL_NVLS_ENABLE`) | the communicators of a rehearsed rank: equal; their bytes: read, not measured (`rlpost/extensions/planning/nccl_memory.py` names its sources) |
 | host memory | pinned gradients of an offloaded optimizer rounded up to powers of two, as torch does | the line of torch |
+| export, hash of the weights | two buckets of at most 512 MiB with the largest tensor, and NCCL's group of a stage's ranks | not measured |
 | what fits | sums up to {reserve:.0%} of a GPU | |
 
 `--gpu-memory` is the memory that CUDA reports: 79.11 GiB = 84.9 GB for an H100 that is sold with 80 GB. The trainer's

@@ -64,18 +64,18 @@ def slime_flags_page() -> str:
 
 def _megatron_lines() -> list[str]:
     names = [name for name in megatron_flags() if name not in LACKING]
-    own = [name for name in names if _is_setting(name)]
+    settings = [name for name in names if _is_setting(name)]
     fields_of = {name: f"`{field} = false`" for name, field in FALSE_OF_FIELD.items()}
     fields_of |= {name: f"`{field}`" for name, field in OTHER_NAME_OF_FIELD.items()}
     unused = {name: ACCEPTED[name] for name in names if name in ACCEPTED}
     refused = {name: REFUSED[name] for name in names if name in REFUSED}
-    others = {*own, *fields_of, *unused, *refused, *ABBREVIATIONS}
+    others = {*settings, *fields_of, *unused, *refused, *ABBREVIATIONS}
     passed = [name for name in names if name not in others and _key(name) not in OURS]
     refused |= {name: f"it follows from {OURS[_key(name)]}" for name in names if _key(name) in OURS}
     refused |= {name: f"use {ABBREVIATIONS[name][0]}" for name in names if name in ABBREVIATIONS}
-    refused = {name: text for name, text in refused.items() if name not in own}
+    refused = {name: text for name, text in refused.items() if name not in {*settings, *unused}}
     return [
-        *(f"## Megatron-LM: settings ({len(own)})\n", _listed(own), ""),
+        *(f"## Megatron-LM: settings ({len(settings)})\n", _listed(settings), ""),
         *(f"## Megatron-LM: fields of Megatron-core ({len(passed)})\n", _listed(passed), ""),
         f"## Megatron-LM: fields under another name ({len(fields_of)})\n",
         *(*_table("field", fields_of), ""),

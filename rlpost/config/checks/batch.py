@@ -121,8 +121,10 @@ def _uneven(config: Config) -> str:
     remedy = f"use --global-batch-size {listed(nearest(sizes, rollout.global_batch_size))}"
     if rollout.num_steps_per_rollout is not None:
         remedy += " --num-steps-per-rollout none"
-    of_ranks = f"not a multiple of the {config.data_parallel_size} data-parallel ranks{rounds}"
-    return f"{spelled(config, GLOBAL)} is {of_ranks}; {remedy if sizes else _other_prompts(config)}"
+    constraint = f"not a multiple of the {config.data_parallel_size} data-parallel ranks{rounds}"
+    return (
+        f"{spelled(config, GLOBAL)} is {constraint}; {remedy if sizes else _other_prompts(config)}"
+    )
 
 
 def _other_prompts(config: Config) -> str:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from common.fleet_name import POLICY
+from rlpost.config.engine_groups import group_config
 from rlpost.config.eval_sets import eval_sets, set_settings
+from rlpost.config.server_arg_values import POOL_WITHOUT_GPUS
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.models.model_types import HfConfig
@@ -60,6 +63,23 @@ def pool_tokens(server_args: Mapping[str, object]) -> int | None:
     """
     tokens = server_args.get("max_total_tokens")
     return tokens - tokens % _page_size(server_args) if isinstance(tokens, int) else None
+
+
+def with_pool(config: Config, *, has_gpus: bool) -> Config:
+    """Return the settings with the size of the KV cache that engines without GPUs have.
+
+    The smallest of the policy's and of those that evaluate it. A run whose driver has no GPU on its
+    node is taken for one without GPUs. The settings are for bounds of requests, not for engines.
+    """
+    if has_gpus or not config.rollout_num_gpus:
+        return config
+    names = {POLICY, *(name for name in config.engines.started if name == config.eval.eval_engines)}
+    sizes = {pool_tokens(group_config(config, name).sglang.server_args) for name in names}
+    smallest = min(size or POOL_WITHOUT_GPUS for size in sizes)
+    if smallest == pool_tokens(config.sglang.server_args):
+        return config
+    tokens = {"sglang_max_total_tokens": smallest}
+    return config.model_copy(update={"sglang": config.sglang.model_copy(update=tokens)})
 
 
 def _page_size(server_args: Mapping[str, object]) -> int:
@@ -184,7 +204,8 @@ def _source(config: Config, hf: HfConfig) -> str:
     server_args = config.sglang.server_args
     context, pool = engine_context(server_args, hf), pool_tokens(server_args)
     if pool is not None and (context is None or pool < context):
-        return f"--sglang-max-total-tokens {pool}"
+        default = " (the default without GPUs)" if pool == POOL_WITHOUT_GPUS else ""
+        return f"--sglang-max-total-tokens {pool}{default}"
     if "context_length" in server_args:
         return f"--sglang-context-length {context}"
     return f"the model's context of {context} (max_position_embeddings in config.json)"

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from common.fleet_name import POLICY
 from common.units import counted
-from rlpost.config.engine_groups import NamedGroup, engine_groups, group_config, short_forms
+from rlpost.config import extensions
+from rlpost.config.engine_groups import NamedGroup, engine_groups, short_forms
 from rlpost.config.flags import flag
 from rlpost.config.keys import EXTERNAL_ENGINES, SUFFIX, TEACHER, is_for_engines
 from rlpost.config.tree import Config
@@ -190,28 +191,11 @@ def _started_problems(config: Config, named: NamedGroup) -> Iterator[str]:
             f"{label} engines = 0: the group has no engine; use 1 or more, or fleet = true for engines "
             "that join from other jobs"
         )
-    if group.fleet:
-        yield from _fleet_problems(config, named)
+    if group.fleet and extensions.joining_engines() is None:
+        yield f"{label} fleet = true: {extensions.NO_JOINING}"
     if not config.generates:
         why = "--debug-train-only" if config.debug.debug_train_only else "--loss-type sft_loss"
         yield f"{label}: {why} generates nothing, so nothing uses these engines; leave the table out"
-
-
-def _fleet_problems(config: Config, named: NamedGroup) -> Iterator[str]:
-    """Engines on separate jobs, which have one node each."""
-    group, a_node = named.settings, config.cluster.num_gpus_per_node
-    size = group.gpus_per_engine(a_node)
-    if size > a_node:
-        key = f"gpus = {group.gpus}" if group.nodes is None else f"nodes = {group.nodes}"
-        yield (
-            f"{named.label} fleet = true and {key}: an engine of a fleet has one node, of "
-            f"{spelled(config, 'num_gpus_per_node')}; use gpus = {a_node} or less"
-        )
-    elif group_config(config, named.name).sglang.shares_attention:
-        yield (
-            f"{named.label} fleet = true and sglang_enable_dp_attention: an engine of a fleet cannot "
-            "share attention between replicas; leave one of them out"
-        )
 
 
 def _name_problems(config: Config) -> Iterator[str]:

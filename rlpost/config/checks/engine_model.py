@@ -6,14 +6,15 @@ Input: a ``Config`` and the model's ``config.json``. Output: one line for each p
 from __future__ import annotations
 
 from common.fleet_name import POLICY
+from rlpost.config.engine_args import attention_gpus
 from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.plan.cards import capability_of
-from rlpost.config.plan.engine_memory import attention_gpus
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
-from rlpost.config.wording import spelled
+from rlpost.config.wording import spelled, value_text
 from rlpost.errors import WeightError
 from rlpost.models.families import family_of
+from rlpost.models.family import Family
 from rlpost.models.fp8 import (
     BLOCKWISE,
     SIDE,
@@ -22,6 +23,7 @@ from rlpost.models.fp8 import (
     has_other_shared_experts,
 )
 from rlpost.models.model_types import HfConfig
+from rlpost.models.rope import rope
 
 MXFP4, FP8 = "mxfp4", "fp8"
 """Values of ``quant_method`` whose weights the trainer reads; engines with the second take updates.
@@ -74,7 +76,22 @@ def engine_model_problems(
             "decoder_sparse_step), and SGLang gives experts to every layer of this model; use a "
             "checkpoint with mlp_only_layers = [] and decoder_sparse_step = 1"
         )
+    if generates and known is not None and known.engines_lack_nested_rotary_factor:
+        problems += _rotary_factor_problems(known, hf, key)
     return problems
+
+
+def _rotary_factor_problems(known: Family, hf: HfConfig, key: str) -> list[str]:
+    """Return whether engines would rotate another part of each head than the file says."""
+    name = "partial_rotary_factor"
+    top = hf.get(name) or known.defaults[name]
+    nested = rope(known.resolved(hf)).get(name)
+    if nested in (None, top):
+        return []
+    return [
+        f"{key}: {name} = {nested} in rope_parameters of its config.json, and SGLang reads {top} beside them; "
+        f"write {name} = {nested} there, too"
+    ]
 
 
 def _fp8_problems(config: Config, hf: HfConfig, key: str) -> list[str]:
@@ -207,13 +224,13 @@ def _fewer_shards(settings: str) -> str:
 def _parts_of_blocks(config: Config, hf: HfConfig) -> list[str]:
     """Return lengths at which a rank's weight, as Megatron joins it, begins inside a block."""
     tensor = config.perf.tensor_model_parallel_size
-    of_experts = config.perf.expert_tensor_parallel_size or tensor
+    expert_parallel = config.perf.expert_tensor_parallel_size or tensor
     heads = hf.get("num_attention_heads")
     head = hf.get("head_dim") or (hf["hidden_size"] // heads if heads else 0)
     lengths = [
         ("head_dim", 0 if "kv_lora_rank" in hf else head, 1),
         ("intermediate_size", hf.get("intermediate_size") or 0, tensor),
-        ("moe_intermediate_size", hf.get("moe_intermediate_size") or 0, of_experts),
+        ("moe_intermediate_size", hf.get("moe_intermediate_size") or 0, expert_parallel),
     ]
     return [
         f"--fp8-recipe blockwise: {name} = {length}"
@@ -256,4 +273,38 @@ def load_format_problems(config: Config) -> list[str]:
         f"--sglang-load-format dummy with {reason}: engines would keep random weights; leave it out"
         for is_so, reason in reasons
         if is_so
+    ]
+
+
+CACHES_OUTSIDE = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
+"""SGLang's settings of caches outside an engine, which /flush_cache leaves as they are. Their keys
+are tokens and the name of the model (``HiCacheFile`` in ``srt/mem_cache/hicache_storage.py``)."""
+
+
+def update_problems(config: Config) -> list[str]:
+    """Settings with which engines compute with weights of other updates, or with others' weights."""
+    if not config.generates or config.debug.debug_rollout_only:
+        return []
+    args, problems = config.sglang.server_args, []
+    for name in CACHES_OUTSIDE:
+        if args.get(name):
+            problems.append(
+                f"--sglang-{name.replace('_', '-')} {value_text(args[name])}: engines would read "
+                "back the keys and values of earlier weights, which no update removes; leave it out"
+            )
+    if config.sync.update_weight_transport == "disk":
+        problems += draft_problems(config, spelled(config, "update_weight_transport"))
+    if config.eval.eval_engines == POLICY:
+        problems += draft_problems(config, f"--eval-engines {POLICY}")
+    return problems
+
+
+def draft_problems(config: Config, setting: str) -> list[str]:
+    """Problems of a draft model with a setting by which engines read the files of an update."""
+    draft = config.sglang.server_args.get("speculative_draft_model_path")
+    if draft is None or config.sends_adapters:
+        return []
+    return [
+        f"--sglang-speculative-draft-model-path {draft} with {setting}: SGLang reads the files of an "
+        "update into the draft model too; leave one of them out"
     ]

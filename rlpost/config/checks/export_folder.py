@@ -93,15 +93,17 @@ def refusal(target: Path, identity: RunIdentity | None, kept: Mapping[str, Path]
 
     Symbolic links are resolved on both sides. Raises OSError when the folder cannot be listed.
     """
-    own = target.resolve()
+    resolved = target.resolve()
     for flag, folder in kept.items():
-        if folder.resolve().is_relative_to(own):
-            holds = "is the same folder" if folder.resolve() == own else f"lies in it ({folder})"
+        if folder.resolve().is_relative_to(resolved):
+            holds = (
+                "is the same folder" if folder.resolve() == resolved else f"lies in it ({folder})"
+            )
             return f"an export replaces the whole folder, and {flag} {holds}; {REMEDY}"
-    if problem := _another_maker(own, identity):
+    if problem := _another_maker(resolved, identity):
         return f"{problem}; {REMEDY}"
-    marker = read_marker(own)
-    if marker is not None and (others := sorted({*os.listdir(own)} - {MARKER, *marker.files})):
+    marker = read_marker(resolved)
+    if marker is not None and (others := sorted({*os.listdir(resolved)} - {MARKER, *marker.files})):
         return f"{', '.join(others[:3])} in it is no part of the last export; move it away, or {REMEDY}"
     return None
 

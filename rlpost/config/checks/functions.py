@@ -17,8 +17,9 @@ from pathlib import Path
 
 from rlpost.algorithm.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.eval_sets import eval_sets
-from rlpost.config.extensions import MOVED, why_not_importable
+from rlpost.config.extensions import why_not_importable
 from rlpost.config.flags import flag
+from rlpost.config.moved import MOVED
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
 from rlpost.errors import NO_FUNCTION_FILE, ConfigError, choice, suggestion
@@ -146,6 +147,8 @@ def _problems(path: str, kind: Kind, config: Config) -> list[str]:
         and (why := why_not_importable(module, name))
     ):
         return [why]
+    if module.partition(".")[0] == "rlpost":
+        return [line] if (line := _moved(module, name)) else []
     return []
 
 
@@ -193,19 +196,34 @@ def _missing_imports(tree: ast.Module) -> list[str]:
 
 
 def moved_imports(tree: ast.Module) -> list[str]:
-    """Return a line for each module of rlpost that a file imports and that does not exist."""
+    """Return a line for each module or name of rlpost that a file imports and that does not exist."""
     lines = []
     for line, module, name in _imports(tree, outside=(ast.Try,)):
-        whole = f"{module}.{name}" if f"{module}.{name}" in MOVED else module
-        path = _PROJECT.joinpath(*whole.split("."))
-        is_there = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-        if module.partition(".")[0] == "rlpost" and not is_there:
-            old = next((old for old in MOVED if f"{whole}.".startswith(f"{old}.")), None)
-            remedy = (
-                f"use {MOVED[old]}{whole[len(old) :]}" if old else "docs/api.md lists the names"
-            )
-            lines.append(f"line {line}: rlpost has no module {whole}; {remedy}")
+        if module.partition(".")[0] == "rlpost" and (why := _moved(module, name)):
+            lines.append(f"line {line}: {why}")
     return list(dict.fromkeys(lines))
+
+
+def _moved(module: str, name: str | None) -> str | None:
+    """Return why a name of a module of rlpost cannot be imported; None if it can."""
+    whole = f"{module}.{name}" if f"{module}.{name}" in MOVED else module
+    if (source := _file_of(whole)) is not None:
+        if name in (None, "*") or _file_of(f"{module}.{name}") is not None:
+            return None
+        names = {*_names(ast.parse(source.read_bytes()))}
+        if names & {name, "*", "__getattr__"}:
+            return None
+        return f"rlpost has no name {module}.{name}; docs/api.md lists the names"
+    old = next((old for old in MOVED if f"{whole}.".startswith(f"{old}.")), None)
+    remedy = f"use {MOVED[old]}{whole[len(old) :]}" if old else "docs/api.md lists the names"
+    return f"rlpost has no module {whole}; {remedy}"
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module or a package of rlpost; None if there is none."""
+    path = _PROJECT.joinpath(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
 
 
 def _imports(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from common.fleet_name import POLICY
 from common.units import counted
+from rlpost.config import extensions
 from rlpost.config.engine_groups import engines_to_place
 from rlpost.config.engine_nodes import nodes_for, num_that_fit
 from rlpost.config.flags import flag
@@ -56,7 +57,18 @@ def layout_problems(config: Config) -> list[str]:
         problems.append(_engine_size(config))
     elif not problems and not cluster.colocate:
         problems += _room_problems(config)
-    return problems or group_room_problems(config)
+    return problems or group_room_problems(config) or _no_engine_problems(config)
+
+
+def _no_engine_problems(config: Config) -> list[str]:
+    """No engine in the run's own job, where no extension lets others join and checks that."""
+    has_own = config.rollout_num_gpus or config.sglang.rollout_external_engine_addrs
+    if has_own or config.grpo.is_supervised or extensions.joining_engines() is not None:
+        return []
+    return [
+        f"{spelled(config, 'rollout_num_gpus')}: no engine is in the run's own job; use "
+        f"--rollout-num-gpus {config.cluster.rollout_num_gpus_per_engine}"
+    ]
 
 
 def _too_many_nodes(config: Config) -> str:
@@ -226,8 +238,8 @@ def _needs(config: Config) -> list[str]:
     }
     recompute_keys = [key for key in recompute if value_of(config, key) is not None]
     missing = [text for key, text in recompute.items() if key not in recompute_keys]
-    of_gather = ("use_distributed_optimizer", "overlap_grad_reduce")
-    gather = [key for key in of_gather if not value_of(config, key)]
+    gather_flags = ("use_distributed_optimizer", "overlap_grad_reduce")
+    gather = [key for key in gather_flags if not value_of(config, key)]
     rules = [
         (
             perf.expert_model_parallel_size > 1 and tensor > 1 and not perf.sequence_parallel,

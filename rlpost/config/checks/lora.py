@@ -23,17 +23,11 @@ def lora_problems(config: Config) -> list[str]:
     if config.lora.lora_rank is None:
         return []
     lora, rank = config.lora, spelled(config, "lora_rank")
-    transformer_impl = spelled(config, "transformer_impl")
     rules = [
         (
             config.grpo.enable_mtp_training,
             f"--enable-mtp-training true with {rank}: the layer for multi-token prediction has no adapters; use "
             "--enable-mtp-training false or --lora-rank none",
-        ),
-        (
-            config.perf.transformer_impl == "transformer_engine",
-            f"{transformer_impl} with {rank}: adapters are made for Megatron's own linear layers; use "
-            "--transformer-impl local or omit it",
         ),
         (
             bool(config.megatron.options.get("moe_shared_expert_overlap")),
@@ -206,6 +200,11 @@ def adapter_engine_model_problems(config: Config, model: Mapping[str, Any]) -> l
     if not config.sends_adapters or config.lora.lora_rank is None:
         return []
     problems = []
+    if "vision_config" in model:
+        problems.append(
+            f"{ADAPTER}: engines are not tested with adapters of {model['architectures'][0]}, whose encoder of "
+            "images has linear layers too; use --update-weight-mode full"
+        )
     method = (model.get("quantization_config") or {}).get("quant_method")
     if method is not None:
         problems.append(

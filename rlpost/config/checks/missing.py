@@ -18,7 +18,8 @@ from rlpost.config.wording import listed, near_path
 from rlpost.errors import ConfigError, suggestion
 from rlpost.models.fp8 import FOLDER
 
-TINY = ("assets", "tiny")
+MADE = (("assets", "tiny"), ("assets", "tiny-images"))
+"""Folders that `rlpost fetch` makes, by their last names."""
 
 
 def image_problems(config: Config) -> list[str]:
@@ -75,9 +76,8 @@ def has_folder(path: str) -> bool:
 
 
 def is_made(path: str) -> bool:
-    """Whether a path lies in the folder of the tiny model, which `rlpost fetch` makes."""
-    parts = Path(path).parts
-    return TINY in pairwise(parts)
+    """Whether a path lies in a folder that `rlpost fetch` makes."""
+    return any(names in MADE for names in pairwise(Path(path).parts))
 
 
 def read_paths(config: Config) -> list[str]:

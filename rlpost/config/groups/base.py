@@ -120,11 +120,18 @@ class Group(BaseModel):
     """Of a table of an extension: the settings that decide which answers are generated."""
     switch: ClassVar[Switch | None] = None
     """Of a table of an extension: the setting without which it has no effect."""
+    idle_in_process: ClassVar[str | None] = None
+    """Of a table of an extension: why it has no effect on a run in one process, if it has none."""
 
     @property
     def writes_answers(self) -> bool:
         """Whether the extension of the table writes the answers of the run."""
         return False
+
+    @property
+    def joining_engines(self) -> int:
+        """Engines of the policy that the extension of the table submits with the run."""
+        return 0
 
     @property
     def draws_by_seed(self) -> bool:

@@ -91,7 +91,6 @@ class EnginesConfig(Group):
 
     @property
     def groups(self) -> Mapping[str, EngineGroup]:
-        """The groups by name."""
         return self.__pydantic_extra__ or {}
 
     @property

@@ -101,5 +101,9 @@ class OptimizerConfig(Group):
     whole model: parameters that match none are frozen."""
     freeze_params_name_list: Patterns = ()
     """Regular expressions: parameters that match one are frozen."""
+    vision_tower: Literal["frozen", "merger", "all"] = "frozen"
+    """Which weights of the encoder of images are trained, with --multimodal-keys: none; its merger
+    alone, which projects patches to the language model; or all. A trained encoder computes the
+    features of each micro-batch again, instead of once."""
     seed: int = 1234
     """Random seed of the trainer."""

@@ -73,8 +73,6 @@ class PerfConfig(Group):
     """Accumulate and reduce gradients in float32."""
     attention_softmax_in_fp32: Always = True
     """Attention softmax in float32; only true is supported."""
-    transformer_impl: Literal["local", "transformer_engine"] | None = None
-    """Implementation of the layers. Default: TransformerEngine where it is installed."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     """Token dispatcher of the experts; flex needs --moe-enable-deepep."""
     moe_enable_deepep: bool = False

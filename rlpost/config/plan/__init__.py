@@ -1,6 +1,5 @@
-"""Resources that a run needs, from its settings alone: memory, files, time of a step. Pure.
+"""Sizes that follow from the settings and the model alone. Pure.
 
-``shape`` counts parameters, ``activations`` what a forward pass keeps, ``estimate`` adds both up
-for the settings. ``step_time`` says how long a step takes, and ``layout_search`` finds layouts with
-shorter ones. Sizes are bytes unless a name says otherwise.
+``shape`` counts parameters, ``architecture`` reads them, ``weight_update`` and ``shard_plan`` divide
+the weights of an update. Sizes are bytes unless a name says otherwise.
 """

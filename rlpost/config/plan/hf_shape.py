@@ -60,7 +60,11 @@ def _vision(known: Family, hf: HfConfig) -> VisionShape | None:
     """The encoder of images that the trainer can run; None if it cannot."""
     if known.vision is None or known.vision.problem(hf):
         return None
-    return vision_shape(hf["vision_config"], num_deep_layers=known.vision.num_deep_layers(hf))
+    return vision_shape(
+        hf["vision_config"],
+        layers=known.vision.layers,
+        num_deep_layers=known.vision.num_deep_layers(hf),
+    )
 
 
 def weight_bytes(hf: HfConfig) -> int:

@@ -12,12 +12,11 @@ with sandwich norms, the norms at the end are on every rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlpost.config.plan.vision import VisionShape
-from rlpost.models.fp8 import SIDE, keeps_shared_experts
 from rlpost.models.model_types import MegatronFields
 
 if TYPE_CHECKING:
@@ -240,19 +239,6 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     return Parameters(dense + (shape.hidden if is_last else 0), expert)
 
 
-def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """The parameters that a rank holds of a critic.
-
-    A critic is the policy with a value head in place of the output layer.
-    """
-    policy = rank_parameters(replace(shape, tied=True, mtp=False), layout, stage)
-    if stage != layout.pipeline - 1:
-        return policy
-    # a tied policy has a copy of the embedding on a last stage that is not the first
-    copy = -(-shape.vocab // layout.tensor) * shape.hidden if stage else 0
-    return Parameters(policy.dense - copy + shape.hidden + 1, policy.expert)
-
-
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
     """Whether each layer of a stage has experts; the MTP layer, if any, is the last one."""
     layers = [shape.sparse[layer] for layer in layers_of(layout, shape.num_layers, stage)]
@@ -271,47 +257,6 @@ def linear_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:
     return found + [False] * (count - len(found))
 
 
-def matrix_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
-    """The part of ``rank_parameters`` in matrices of the decoder's layers, routers included."""
-    layers = layers_of(layout, shape.num_layers, stage)
-    kinds = zip(sparse_of(shape, layout, stage), linear_of(shape, layout, stage), strict=True)
-    found = [
-        layer_elements(shape, layout, is_sparse, is_linear)
-        for _, (is_sparse, is_linear) in zip(layers, kinds, strict=False)
-    ]
-    return Parameters(sum(one.dense for one in found), sum(one.expert for one in found))
-
-
-def parameters_of_stage(
-    shape: Shape, layout: Layout, stage: int
-) -> Iterator[tuple[int, int, bool]]:
-    """The matrices of a rank: elements of one, how many, and whether they are of routed experts.
-
-    Megatron-core fuses queries, keys and values, and both inputs of a gated MLP.
-    """
-    layers = sparse_of(shape, layout, stage)
-    num_sparse = sum(layers)
-    tensor, hidden = layout.tensor, shape.hidden
-    if stage in (0, layout.pipeline - 1):
-        ends = 1 if layout.pipeline > 1 or shape.tied else 2
-        yield -(-shape.vocab // tensor) * hidden, ends, False
-    if shape.latent is None:
-        yield hidden * _qkv_columns(shape, tensor), len(layers), False
-        yield hidden * shape.heads * shape.head_dim // tensor, len(layers), False
-    else:
-        for rows, columns in shape.attention_matrices:
-            yield rows * columns // tensor, len(layers), False
-    for width, count in ((shape.ffn, len(layers) - num_sparse), (shape.shared_ffn, num_sparse)):
-        if width and count:
-            yield 2 * hidden * width // tensor, count, False
-            yield hidden * width // tensor, count, False
-    if num_sparse:
-        yield hidden * shape.num_experts, num_sparse, False
-        width, each = shape.expert_ffn // layout.expert_tensor, shape.num_experts // layout.expert
-        yield 2 * hidden * width, num_sparse * each, True
-        yield hidden * width, num_sparse * each, True
-
-
 def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
     """A layer on one rank."""
     matrices = layer_elements(shape, layout, is_sparse, is_linear)
@@ -325,7 +270,7 @@ def _layer(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Pa
 
 def layer_elements(shape: Shape, layout: Layout, is_sparse: bool, is_linear: bool) -> Parameters:
     """Elements of the matrices of a layer on one rank, router included."""
-    dense = (_linear_matrices if is_linear else _attention_matrices)(shape, layout.tensor)
+    dense = (linear_matrices if is_linear else _attention_matrices)(shape, layout.tensor)
     if not is_sparse:
         return Parameters(dense + 3 * shape.hidden * (shape.ffn // layout.tensor))
     dense += shape.hidden * shape.num_experts
@@ -339,7 +284,7 @@ def _attention_matrices(shape: Shape, tensor: int) -> int:
     if shape.latent is not None:
         return attention_elements(shape) // tensor
     rows = shape.heads * shape.head_dim // tensor
-    return shape.hidden * (_qkv_columns(shape, tensor) + rows)
+    return shape.hidden * (qkv_columns(shape, tensor) + rows)
 
 
 def _attention_vectors(shape: Shape, tensor: int) -> int:
@@ -351,18 +296,19 @@ def _attention_vectors(shape: Shape, tensor: int) -> int:
         norms += (shape.heads + shape.groups) * shape.head_dim // tensor
     elif shape.qk_norm:
         norms += 2 * shape.head_dim
-    biases = _qkv_columns(shape, tensor) if shape.qkv_bias else 0
+    biases = qkv_columns(shape, tensor) if shape.qkv_bias else 0
     biases += shape.hidden if shape.linear_bias else 0
     biases += shape.heads // tensor if shape.sinks else 0
     return biases + norms
 
 
-def _qkv_columns(shape: Shape, tensor: int) -> int:
+def qkv_columns(shape: Shape, tensor: int) -> int:
+    """Columns of the matrix of queries, keys and values on one rank."""
     queries = shape.heads * (2 if shape.output_gate else 1)
     return (queries + 2 * shape.groups) * shape.head_dim // tensor
 
 
-def _linear_matrices(shape: Shape, tensor: int) -> int:
+def linear_matrices(shape: Shape, tensor: int) -> int:
     """Projections of linear attention."""
     one = shape.linear
     assert one is not None
@@ -377,42 +323,6 @@ def _linear_vectors(shape: Shape, tensor: int) -> int:
     return by_head // tensor + one.value_dim + 2 * shape.hidden
 
 
-def stored_bytes(shape: Shape, width: int) -> int:
-    """All weights in a checkpoint or an engine, in bytes.
-
-    Args: ``width``: bytes of an element, 1 for FP8.
-
-    Only the matrices of the layers are in FP8: embeddings, norms, biases, routers and shared experts
-    that no engine could shard by whole blocks keep two bytes.
-    """
-    total = shape.parameters.total
-    if width != 1:
-        return width * total
-    matrices = layer_matrices(shape)
-    num_layers = len(sparse_of(shape, Layout(), 0))
-    attention = num_layers * attention_elements(shape)
-    blocks = (matrices - attention) // SIDE**2 + num_layers * sum(
-        -(-rows // SIDE) * -(-columns // SIDE) for rows, columns in shape.attention_matrices
-    )
-    return matrices + 4 * blocks + 2 * (total - matrices)
-
-
 def attention_elements(shape: Shape) -> int:
     """Elements of the matrices of a layer's attention."""
     return sum(rows * columns for rows, columns in shape.attention_matrices)
-
-
-def layer_matrices(shape: Shape) -> int:
-    """Elements of the linear weights of all layers that are in FP8 in a folder of FP8 blocks."""
-    attention = attention_elements(shape)
-    attention += shape.hidden * shape.head_dim * shape.heads if shape.output_gate else 0
-    dense = 3 * shape.hidden * shape.ffn
-    shared = 0 if keeps_shared_experts(shape.shared_ffn) else shape.shared_ffn
-    sparse = 3 * shape.hidden * (shape.num_experts * shape.expert_ffn + shared)
-    total = sum(
-        attention + (sparse if is_sparse else dense) for is_sparse in sparse_of(shape, Layout(), 0)
-    )
-    if shape.linear is not None:
-        kept = 2 * shape.linear.value_heads * shape.hidden  # in_proj_ba
-        total += sum(shape.linear.layers) * (_linear_matrices(shape, 1) - kept - attention)
-    return total

@@ -1,41 +1,39 @@
-"""The encoder of images in the plan: what it adds to ranks of the first pipeline stage. Pure.
+"""Sizes of an encoder of images, and of the images that a run's settings allow. Pure.
 
-Input: settings and ``vision_config`` of config.json. Output: bytes and operations. The encoder is
-frozen and replicated over all ranks of the first stage. It runs forward alone, on one image at a time;
-its features are kept by hash, so a rank computes each image once in a step. Ranks that share a
-group each compute its image: those of tensor and context parallelism, and data-parallel ranks that
-have some of its samples.
-
-A plan does not know the images of a run. It counts one of each prompt, as large as
---image-max-pixels and the longest prompt allow.
+Input: settings and ``vision_config`` of config.json. Output: parameters, sizes, and tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
-from rlpost.images.limits import FEATURE_CACHE_BYTES
+from rlpost.models.family import EncoderLayers
+from rlpost.models.model_types import HfConfig
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
 
-PIXEL_BYTES = 4
 PROMPT_TOKENS = 1024
 """Longest prompt where the settings do not bound it."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """Sizes of an encoder of the kind of Qwen3-VL."""
+    """Sizes of an encoder whose patches attend to each other in layers, and are then merged."""
 
     depth: int
     hidden: int
     ffn: int
+    """Width of a layer's MLP."""
+    of_inputs: int
+    """Parameters before the layers, and of norms after them: patches and positions."""
+    of_layer: int
+    """Parameters of a layer."""
+    of_mergers: int
+    """Parameters of what projects patches to the language model, norms included."""
     output: int
     """Hidden size of the language model."""
-    positions: int
     side: int
     """Pixels of a side of a patch."""
     elements: int
@@ -44,106 +42,133 @@ class VisionShape:
     """Patches of a side that become one token."""
     deep: int
     """Layers of the language model that add features."""
-
-    @property
-    def merged(self) -> int:
-        """Width of the patches of a token."""
-        return self.hidden * self.merge**2
+    kept_by_mergers: int
+    """Values of each patch that what projects them keeps for its backward pass."""
+    kept_besides: int
+    """Values of each patch that are kept outside the layers and beside those."""
+    float32_norms: int
+    """Norms that also keep their input in float32: all RMSNorms of transformers."""
+    ffn_inputs: int = 1
+    """Matrices from the hidden size to that of the MLP: 2 if it is gated."""
 
     @property
     def parameters(self) -> int:
-        """Weights and biases: patches, positions, layers, and a merger for each set of features."""
-        hidden, ffn, merged = self.hidden, self.ffn, self.merged
-        layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
-        merger = merged * (merged + 1) + (merged + 1) * self.output
-        norms = 2 * hidden + self.deep * 2 * merged
-        first = (self.elements + 1) * hidden + self.positions * hidden
-        return first + self.depth * layer + (1 + self.deep) * merger + norms
-
-    def operations(self, patches: int) -> float:
-        """Floating-point operations of one image; each patch attends to all."""
-        hidden, merged = self.hidden, self.merged
-        matrices = self.depth * (4 * hidden * hidden + 2 * hidden * self.ffn)
-        matrices += self.elements * hidden
-        merger = (1 + self.deep) * (merged * merged + merged * self.output) / self.merge**2
-        return 2.0 * patches * (matrices + merger) + 4.0 * self.depth * patches**2 * hidden
-
-    def activations(self, patches: int, width: int) -> int:
-        """Most bytes while one image is encoded, values of ``width`` bytes.
-
-        The residual and its norm, with either queries, keys and values, which are rotated in float32
-        (``apply_rotary_pos_emb_vision`` of transformers), or the MLP; and what is kept for the deep
-        features.
-        """
-        attention = width * 4 * self.hidden + 4 * 4 * self.hidden
-        either = max(attention, 2 * width * self.ffn)
-        deep = self.deep * width * self.output // self.merge**2
-        pixels = PIXEL_BYTES * self.elements
-        return patches * (2 * width * self.hidden + either + deep + pixels)
+        """All weights and biases."""
+        return self.of_inputs + self.depth * self.of_layer + self.of_mergers
 
 
-def vision_shape(vision_config: Mapping[str, Any], *, num_deep_layers: int) -> VisionShape:
-    """Return the sizes in ``vision_config``. Raises KeyError for one that is missing."""
+def vision_shape(
+    vision_config: HfConfig, *, layers: EncoderLayers, num_deep_layers: int
+) -> VisionShape:
+    """Return the sizes in ``vision_config``, of an encoder with such layers.
+
+    Raises KeyError for one that is missing.
+    """
     side, frames = vision_config["patch_size"], vision_config.get("temporal_patch_size", 2)
+    elements = vision_config.get("in_channels", 3) * frames * side * side
+    merge = vision_config.get("spatial_merge_size", 2)
+    count = {"plain": _plain, "gated": _gated, "glm": _glm}[layers]
     return VisionShape(
         depth=vision_config["depth"],
         hidden=vision_config["hidden_size"],
-        ffn=vision_config["intermediate_size"],
         output=vision_config["out_hidden_size"],
-        positions=vision_config["num_position_embeddings"],
         side=side,
-        elements=vision_config.get("in_channels", 3) * frames * side * side,
-        merge=vision_config.get("spatial_merge_size", 2),
+        elements=elements,
+        merge=merge,
         deep=num_deep_layers,
+        ffn_inputs=1 if layers == "plain" else 2,
+        **count(vision_config, elements, merge**2, num_deep_layers),
     )
+
+
+class _Counts(TypedDict):
+    """The fields of ``VisionShape`` whose formula depends on the kind of encoder."""
+
+    ffn: int
+    of_inputs: int
+    of_layer: int
+    of_mergers: int
+    kept_by_mergers: int
+    kept_besides: int
+    float32_norms: int
+
+
+def _plain(sizes: HfConfig, elements: int, merged: int, deep: int) -> _Counts:
+    """Qwen3-VL: an MLP of two matrices, biases everywhere, a merger for each set of features."""
+    hidden, ffn, output = sizes["hidden_size"], sizes["intermediate_size"], sizes["out_hidden_size"]
+    wide = merged * hidden
+    merger = wide * wide + wide + wide * output + output
+    return {
+        "ffn": ffn,
+        "of_inputs": (elements + 1 + sizes["num_position_embeddings"]) * hidden,
+        "of_layer": 4 * hidden * (hidden + 1) + 2 * hidden * ffn + ffn + hidden + 4 * hidden,
+        "of_mergers": (1 + deep) * merger + 2 * hidden + deep * 2 * wide,
+        # input, norm, and the first matrix before and after its activation
+        "kept_by_mergers": (1 + deep) * 4 * hidden,
+        "kept_besides": elements - deep * hidden,  # layers keep the inputs of deep mergers
+        "float32_norms": 0,
+    }
+
+
+def _gated(sizes: HfConfig, elements: int, merged: int, deep: int) -> _Counts:
+    """Qwen2.5-VL: a gated MLP, no positions; norms and the embedding of patches without biases."""
+    hidden, ffn, output = sizes["hidden_size"], sizes["intermediate_size"], sizes["out_hidden_size"]
+    wide = merged * hidden
+    return {
+        "ffn": ffn,
+        "of_inputs": elements * hidden,
+        "of_layer": 4 * hidden * (hidden + 1) + 3 * hidden * ffn + 2 * ffn + hidden + 2 * hidden,
+        "of_mergers": wide * wide + wide + wide * output + output + hidden,
+        "kept_by_mergers": 4 * hidden,
+        "kept_besides": elements,
+        "float32_norms": 2 * sizes["depth"] + 1,
+    }
+
+
+def _glm(sizes: HfConfig, elements: int, merged: int, deep: int) -> _Counts:
+    """GLM-V: an MLP as wide as the language model, and ``intermediate_size`` in the merger alone.
+
+    Patches are merged by a convolution, which counts as a merger. Biases have the embedding of
+    patches, the convolution and the merger's norm, and queries, keys and values if config.json says.
+    """
+    hidden, output = sizes["hidden_size"], sizes["out_hidden_size"]
+    ffn = sizes.get("intermediate_size", 13696)  # transformers' defaults
+    positions = (sizes.get("image_size", 336) // sizes["patch_size"]) ** 2
+    biases = 3 * hidden if sizes.get("attention_bias") else 0
+    convolution = merged * hidden * output + output
+    merger = output * output + 2 * output + 3 * output * ffn
+    return {
+        "ffn": output,
+        "of_inputs": (elements + 1 + positions) * hidden + 2 * hidden,
+        "of_layer": 4 * hidden * hidden + biases + 3 * hidden * output + 2 * hidden,
+        "of_mergers": convolution + merger,
+        # input of the convolution; of each token its output, projection, norm, activation, and the MLP
+        "kept_by_mergers": hidden + 4 * (output + ffn) // merged,
+        "kept_besides": elements + 2 * hidden,  # the norms before and after the layers
+        "float32_norms": 2 * sizes["depth"] + 2,
+    }
 
 
 def image_tokens(config: Config, shape: VisionShape) -> int:
-    """Return the tokens of the largest image that the settings allow."""
+    """Return the tokens of the largest image that a prompt may have."""
+    return bounded_image_tokens(config, shape, prompt_tokens(config))
+
+
+def prompt_tokens(config: Config) -> int:
+    """Return the tokens of the longest prompt."""
+    return config.rollout.rollout_max_prompt_len or PROMPT_TOKENS
+
+
+def longest_sample(config: Config) -> int:
+    """Return the tokens of the longest prompt and answer together."""
     rollout = config.rollout
-    longest = rollout.rollout_max_prompt_len or PROMPT_TOKENS
-    if rollout.image_max_pixels is not None:
-        longest = min(longest, rollout.image_max_pixels // (shape.side * shape.merge) ** 2)
-    return max(1, longest)
+    in_context = rollout.rollout_max_context_len
+    return in_context or prompt_tokens(config) + rollout.rollout_max_response_len
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedVision:
-    """What the encoder adds to a rank of the first stage: bytes on its GPU, operations of a step."""
-
-    weights: int = 0
-    activations: int = 0
-    """While an image is encoded; no layer of the language model is computed then."""
-    features: int = 0
-    """Of a micro-batch in flight, kept until its backward pass."""
-    operations: float = 0.0
-    host: int = 0
-    """Features that are kept in host memory."""
-
-
-NO_VISION = PlannedVision()
-
-
-def planned_vision(
-    config: Config, shape: VisionShape | None, *, width: int, tokens: int
-) -> PlannedVision:
-    """Return what the encoder adds; nothing without --multimodal-keys.
-
-    Args:
-        config: the settings.
-        shape: of the encoder; None without one.
-        width: bytes of a value.
-        tokens: of a micro-batch on a rank.
-    """
-    if shape is None or not config.takes_images:
-        return NO_VISION
-    patches = image_tokens(config, shape) * shape.merge**2
-    prompts = config.rollout.rollout_batch_size
-    samples = prompts * config.rollout.n_samples_per_prompt / config.data_parallel_size
-    return PlannedVision(
-        weights=width * shape.parameters,
-        activations=shape.activations(patches, width),
-        features=tokens * (1 + shape.deep) * width * shape.output,
-        operations=min(prompts, samples) * shape.operations(patches),
-        host=FEATURE_CACHE_BYTES,
-    )
+def bounded_image_tokens(config: Config, shape: VisionShape, tokens: int) -> int:
+    """Return the tokens of the largest image among ``tokens``, which --image-max-pixels bounds."""
+    pixels = config.rollout.image_max_pixels
+    if pixels is not None:
+        tokens = min(tokens, pixels // (shape.side * shape.merge) ** 2)
+    return max(1, tokens)

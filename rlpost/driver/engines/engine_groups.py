@@ -2,7 +2,7 @@
 
 Input: settings, the placement, the clients of the groups. Output: engines that serve under their
 names. Each group is a ``OwnEngines`` with an ``EngineHealth``, as the policy's engines are, and with
-``fleet = true`` a ``FleetSync`` for those on other jobs. Only its settings differ
+``fleet = true`` ``JoiningEngines`` for those in other jobs. Only its settings differ
 (``config.engine_groups.group_config``), and where its weights come from.
 """
 
@@ -17,8 +17,8 @@ from rlpost.config.engine_groups import group_config
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engine_events import EngineEvents
 from rlpost.driver.engines.engine_health import EngineHealth, EngineWeights, OwnWeights
+from rlpost.driver.engines.joining import JoiningEngines, JoinParts, joining_engines
 from rlpost.driver.engines.own_engines import OwnEngines
-from rlpost.driver.fleet.fleet_sync import FleetSync
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.lost_nodes import LostNodes
 from rlpost.driver.placement import Placement, Ports
@@ -55,24 +55,26 @@ class EngineGroups:
         self._configs = {name: group_config(config, name) for name in config.engines.started}
         self.engines: Mapping[str, OwnEngines] = {
             name: OwnEngines(
-                own,
+                group,
                 cluster,
                 placement.of_group(name),
                 ports.of_group(name),
                 group=name,
                 serving=RunEngines(places=clients[name].places),
             )
-            for name, own in self._configs.items()
+            for name, group in self._configs.items()
         }
-        self.jobs: Mapping[str, FleetSync] = {
-            name: FleetSync.of(
+        self.jobs: Mapping[str, JoiningEngines] = {
+            name: joining_engines(
                 config,
-                cluster,
-                self.engines[name].serving.places,
-                group=name,
-                hf=hf,
-                check=check,
-                record=record,
+                JoinParts(
+                    cluster,
+                    self.engines[name].serving.places,
+                    group=name,
+                    hf=hf,
+                    check=check,
+                    record=record,
+                ),
             )
             for name in self.engines
             if config.engines.groups[name].fleet
@@ -140,7 +142,7 @@ class EngineGroups:
             jobs.end()
 
     async def close(self) -> None:
-        """Stop starts in progress; engines end with Ray, those on other jobs see ``FleetSync``."""
+        """Stop starts in progress; engines end with Ray, those in other jobs see ``JoiningEngines``."""
         for engines in self.engines.values():
             engines.close()
         await asyncio.gather(*(jobs.close() for jobs in self.jobs.values()))

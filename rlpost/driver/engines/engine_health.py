@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol, TypeVar
 
-from common.bounded import await_unless, cancel_all, for_each
+from common.bounded import await_unless, cancel_all, for_each, together
 from common.units import counted
 from rlpost.config.tree import Config
 from rlpost.driver.engines.engine_events import EngineEvents, Phase
@@ -122,6 +122,8 @@ class EngineHealth:
         self._weights_onloaded = weights_onloaded
         self._before_start = before_start or _nothing
         self._busy = asyncio.Lock()
+        self._check_at: float | None = None
+        """When the next check is due, on the clock of the event loop; batches may be shorter."""
 
     @property
     def num_serving(self) -> int:
@@ -225,12 +227,21 @@ class EngineHealth:
         """Check and repair until a stop is requested. Raises the error of a repair that fails."""
         try:
             while not self._stop.requested():
-                await self._nodes.wait(self._interval_s, may_repair=not self._shares_gpus)
+                await self._until_check()
                 await self._check_once()
+                self._check_at = asyncio.get_running_loop().time() + self._interval_s
         except Exception as error:
             if not self._stop.requested():
                 raise
             logger.warning("a stop is requested; the engines are not repaired: %s", error)
+
+    async def _until_check(self) -> None:
+        """Wait until a check is due, or a node is lost. Time before this batch counts, too."""
+        now = asyncio.get_running_loop().time()
+        if self._check_at is None:
+            self._check_at = now + self._interval_s
+        if self._check_at > now:
+            await self._nodes.wait(self._check_at - now, may_repair=not self._shares_gpus)
 
     async def _check_once(self) -> None:
         async with self._busy:
@@ -271,9 +282,13 @@ class EngineHealth:
 
     def _fail(self, engines: Iterable[int], *, phase: Phase, cause: str) -> None:
         """Record that engines have failed; those that are down are not recorded again."""
-        new = sorted({*engines} - {*self._engines.members.down})
-        self._events.lost(new, phase=phase, cause=cause)
-        self._engines.members.failed(new)
+        self._engines.members.failed(self._report(engines, phase, cause))
+
+    def _report(self, engines: Iterable[int], phase: Phase, cause: str) -> list[int]:
+        """Record the loss of those of these engines that are not down; return them."""
+        lost = sorted({*engines} - {*self._engines.members.down})
+        self._events.lost(lost, phase=phase, cause=cause)
+        return lost
 
     def _fail_stuck(self) -> None:
         """Record that engines are blocked in an abandoned broadcast: its members alone are.
@@ -282,7 +297,8 @@ class EngineHealth:
         """
         if self._weights.engines_are_stuck:
             logger.warning("restarting all engines of the broadcast: those that answer are blocked")
-            self._fail(self._engines.members.connections, phase="sync", cause=STUCK)
+            members = self._engines.members
+            members.blocked(self._report(members.connections, "sync", STUCK))
 
     async def _stop_failed(self) -> None:
         """Stop engines that have failed; they start at the next repair or update."""
@@ -350,8 +366,8 @@ class EngineHealth:
     async def _start(self, down: Sequence[int]) -> None:
         if self._shares_gpus:
             await self._before_start()
-        starts = [self._start_one(index) for index in down]
-        await self._stop.unless_requested(asyncio.gather(*starts))
+        # ``together``: a start that raises must not leave others behind, which a repair starts again.
+        await self._stop.unless_requested(together([self._start_one(index) for index in down]))
 
     async def _start_one(self, index: int) -> None:
         """Restart an engine. That its process ends by itself is recorded, not raised.
@@ -385,7 +401,7 @@ class EngineHealth:
             await self._weights.update(action.version, pause=pause, ready=ready)
         except SyncError as error:
             sick = await self._engines.unhealthy(generating=False)
-            if not (sick or members.down):
+            if not (sick or members.down or self._weights.engines_are_stuck):
                 raise
             logger.warning("%s", error)
             self._fail(sick, phase="sync", cause=str(error))

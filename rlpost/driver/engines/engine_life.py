@@ -39,31 +39,42 @@ ACTIVITY_S = 10.0
 
 
 class EngineLife:
-    """The health of one engine over its checks. Times are seconds of a monotonic clock."""
+    """The health of one engine over its checks. Times are seconds of a monotonic clock.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._silent_since: float | None = None
-        self._longest_silence_s = 0.0
+    No engine is checked between batches, as while the policy is trained. So of the time between two
+    checks at most ``interval_s``, that of checks, counts as silence.
+    """
+
+    def __init__(self, name: str, interval_s: float) -> None:
+        self._name, self._interval_s = name, interval_s
+        self._silent_s = self._longest_silence_s = 0.0
+        self._silent_at: float | None = None
+        """When the last check ended, if it did not pass."""
 
     def note_pass(self, now: float) -> None:
         """Record a check that passed."""
-        if self._silent_since is not None:
-            self._longest_silence_s = max(self._longest_silence_s, now - self._silent_since)
-        self._silent_since = None
+        self._count_silence(now)
+        self._longest_silence_s = max(self._longest_silence_s, self._silent_s)
+        self.forget_silence()
 
     def forget_silence(self) -> None:
         """Forget the current silence; the next process is as slow as the one before."""
-        self._silent_since = None
+        self._silent_s, self._silent_at = 0.0, None
+
+    def _count_silence(self, until: float) -> None:
+        """Count the time since the last check that did not pass, if it was the last of all."""
+        if self._silent_at is not None:
+            self._silent_s += min(max(0.0, until - self._silent_at), self._interval_s)
 
     def silent(self, began: float, now: float, cores: float | None) -> str | None:
         """Record a check from ``began`` to ``now`` that did not pass; return why it is dead.
 
         ``cores`` is the CPU time of its schedulers during the check per second, None if unknown.
         """
-        if self._silent_since is None:
-            self._silent_since = began
-        silent_s = now - self._silent_since
+        self._count_silence(began)
+        self._silent_s += now - began
+        self._silent_at = now
+        silent_s = self._silent_s
         is_idle = cores is not None and cores < COMPUTES_FROM
         limit_s = max(BUSY_LIMIT_S, SLOWER_BUSY * self._longest_silence_s)
         if is_idle:

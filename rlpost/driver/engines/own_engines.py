@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,7 @@ from rlpost.engines.external import external_addresses
 from rlpost.engines.features import check_servers
 from rlpost.engines.own_membership import OwnMembership
 from rlpost.engines.places import Place
+from rlpost.engines.shard_mover import SLICES
 from rlpost.errors import EngineDied
 from rlpost.observe.spans import SPANS, ProcessSpans, clock_offset
 from rlpost.types import EngineAddress
@@ -149,6 +151,9 @@ class OwnEngines:
         """
         if not self._outlives_driver or not self._cluster.incarnation:
             return {}
+        # engines wait for a group of the dead driver as long as its folder exists
+        groups = Path(self._cluster.attempt_dir) / SLICES
+        await asyncio.to_thread(shutil.rmtree, groups, ignore_errors=True)
         left = left_workers()
 
         async def adopt(index: int) -> EngineWorkers | None:
@@ -215,12 +220,14 @@ class OwnEngines:
         ``generating``: the engines are not paused, so the check generates a token, and one that is
         busy is not dead (``engine_life``). Otherwise an engine is dead that does not answer.
         """
-        timeout_s = self._config.sglang.rollout_health_check_timeout
+        sglang = self._config.sglang
+        timeout_s = sglang.rollout_health_check_timeout
+        interval_s = sglang.rollout_health_check_interval
 
         async def is_healthy(index: int) -> bool:
             client = replace(self._client(index), timeout_s=timeout_s)
             if generating:
-                life = self._lives.setdefault(index, EngineLife(client.url))
+                life = self._lives.setdefault(index, EngineLife(client.url, interval_s))
                 problem = await check_engine(client, life)
             else:
                 problem = await failure(client, "/health")
@@ -416,7 +423,6 @@ class OwnEngines:
         return [f"{self.name(index)}{f'-{part}' if part else ''}" for part in parts]
 
     def _settings(self, index: int) -> list[dict[str, Any]]:
-        """Settings of each part of an engine."""
         parts = self._placement.engines[index]
         return settings_of_engine(self._config, parts, self._ports.engine_groups[index])
 

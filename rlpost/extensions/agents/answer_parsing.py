@@ -161,10 +161,10 @@ def _glm_call(text: str, tools: Tools) -> ParsedCall | None:
     name = name.strip()
     if not name or "\n" in name:
         return None
-    schemas = _parameters(name, tools)
+    schemas, root = _parameters(name, tools)
     arguments: dict[str, object] = {}
     for key, value in _glm_arguments(OPEN_KEY + rest):
-        is_text = allows_string(schemas.get(key), if_unknown=False)
+        is_text = allows_string(schemas.get(key), root, if_unknown=False)
         arguments[key] = value if is_text else _value(value)
     return _parsed(name, arguments)
 
@@ -190,13 +190,13 @@ def _xml_call(text: str, tools: Tools) -> ParsedCall | None:
     if function is None:
         return None
     name, body = function[1].strip(), function[2].partition("</function>")[0]
-    schemas = _parameters(name, tools)
+    schemas, root = _parameters(name, tools)
     arguments: dict[str, object] = {}
     for match in _XML_ARGUMENT.finditer(body):
         key, value = match[1].strip(), match[2].removeprefix("\n").removesuffix("\n")
         if value.lower() == "null":
             arguments[key] = None
-        elif allows_string(schemas.get(key), if_unknown=True):
+        elif allows_string(schemas.get(key), root, if_unknown=True):
             arguments[key] = value
         else:
             arguments[key] = _value(value)
@@ -210,31 +210,62 @@ def _parsed(name: str, arguments: object) -> ParsedCall | None:
     return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _parameters(name: str, tools: Tools) -> Mapping[str, object]:
-    """Return the JSON schemas of a tool's parameters."""
+Schemas = Mapping[str, object]
+
+
+def _parameters(name: str, tools: Tools) -> tuple[Schemas, Schemas]:
+    """Return the JSON schemas of a tool's parameters, and the schema that holds them."""
     for tool in tools:
         function = tool.get("function", {})
         if function.get("name") == name:
             schema = function.get("parameters")
-            properties = schema.get("properties") if isinstance(schema, Mapping) else None
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
+            root = schema if isinstance(schema, Mapping) else {}
+            properties = root.get("properties")
+            return (properties if isinstance(properties, Mapping) else {}), root
+    return {}, {}
 
 
-def allows_string(schema: object, *, if_unknown: bool, depth: int = 0) -> bool:
+def _pointed(reference: str, root: Schemas) -> object:
+    """Return the schema that a reference names in ``root``; None for one outside of it."""
+    start, *keys = reference.split("/")
+    found: object = root if start == "#" else None
+    for key in keys:
+        name = key.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def allows_string(
+    schema: object,
+    root: Schemas,
+    *,
+    if_unknown: bool,
+    depth: int = 0,
+    seen: set[str] | None = None,
+) -> bool:
     """Whether a JSON schema allows a string, so that a value written without quotes is text.
 
-    ``if_unknown``: the answer for a schema that names no type.
+    ``root``: the schema in which references are. ``if_unknown``: the answer for a schema that names
+    no type. ``seen``: references that were followed; each is once, so that the work is linear.
     """
+    seen = set() if seen is None else seen
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMAS:
         return if_unknown
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        pointed = _pointed(reference, root)
+        return allows_string(pointed, root, if_unknown=if_unknown, depth=depth + 1, seen=seen)
     if "type" in schema:
         kinds = schema["type"]
         return "string" in kinds if isinstance(kinds, list) else kinds == "string"
     for field in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(field), list):
             options = schema[field]
-            return any(allows_string(one, if_unknown=False, depth=depth + 1) for one in options)
+            return any(
+                allows_string(one, root, if_unknown=False, depth=depth + 1, seen=seen)
+                for one in options
+            )
     if isinstance(schema.get("enum"), list):
         return any(isinstance(value, str) for value in schema["enum"])
     if "const" in schema:

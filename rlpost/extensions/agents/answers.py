@@ -7,8 +7,8 @@ from rlpost.durable.daemon_threads import in_daemon
 from rlpost.extensions.agents.env_table import EnvConfig
 from rlpost.extensions.agents.environments.episodes import EnvironmentSet, Episodes
 from rlpost.extensions.agents.environments.make import make_environments
+from rlpost.extensions.agents.episode_file import EpisodeFile
 from rlpost.extensions.agents.gateway import Gateway
-from rlpost.observe.traces import EpisodeFile
 from rlpost.rollout.answer_source import AnswerParts
 
 

@@ -12,16 +12,23 @@ from typing import Any
 
 from rlpost.extensions.agents import request_fields
 from rlpost.extensions.agents.chat_messages import (
+    WITH_IMAGES,
     BadRequest,
     Message,
     Tool,
     ToolCall,
     checked,
     constrains_sampling,
+    content_of,
     function_tool,
     text_of,
 )
-from rlpost.extensions.agents.openai_format import boolean, stop_strings, whole_number
+from rlpost.extensions.agents.openai_format import (
+    boolean,
+    check_format,
+    stop_strings,
+    whole_number,
+)
 from rlpost.extensions.agents.requests import (
     ChatChoice,
     ChatRequest,
@@ -49,6 +56,7 @@ def messages_request(
     Raises BadRequest.
     """
     overridden = request_fields.MESSAGES.check(body)
+    check_format("output_config.format", _format_of(body))
     raw_messages = body.get("messages")
     if not isinstance(raw_messages, list) or not raw_messages:
         raise BadRequest("messages must be a list with at least one message", param="messages")
@@ -59,8 +67,16 @@ def messages_request(
     if earlier is not None:
         messages += earlier.conversation(with_instructions=not system)
         tools = tools if "tools" in body else earlier.tools
-    for place, raw in enumerate(raw_messages):
-        messages += _messages(raw, f"messages[{place}]")
+    sent = [
+        message
+        for place, raw in enumerate(raw_messages)
+        for message in _messages(raw, f"messages[{place}]")
+    ]
+    if not sent and earlier is None:
+        raise BadRequest(
+            "messages has settings alone; send a message of the user", param="messages"
+        )
+    messages += sent
     return ChatRequest(
         messages=checked(messages, needs_answer=needs_answer),
         tools=tools,
@@ -119,6 +135,12 @@ def error_body(message: str, *, status: int) -> dict[str, object]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def _format_of(settings: Mapping[str, object]) -> object:
+    """Return the format of answers that a request, or a message of the system, asks for."""
+    output = settings.get("output_config")
+    return output.get("format") if isinstance(output, Mapping) else None
+
+
 def _without_billing(system: object) -> object:
     """Return a system prompt without the blocks that Claude Code writes for Anthropic's servers.
 
@@ -146,16 +168,54 @@ def _messages(raw: Any, where: str) -> list[Message]:
         raise BadRequest(f"{where}.content must be a string or a list of blocks", param=where)
     if role == "assistant":
         return [_assistant(blocks, where)]
-    messages, texts = [], []
+    messages, others = [], []
     for block in blocks:
         if block.get("type") == "tool_result":
-            text = text_of(block.get("content"), where)
-            messages.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id") or "")))
+            content = _with_names_of_tools(block.get("content"), where)
+            result = content_of(content, where, image_kind="image")
+            if block.get("is_error") is True and not (
+                result.text or result.images
+            ):  # as Anthropic's server does
+                raise BadRequest(
+                    f"{where}: the content of a tool_result cannot be empty if is_error is true, "
+                    "because the policy reads the content alone; write the error into it",
+                    param=where,
+                )
+            call_id = str(block.get("tool_use_id") or "")
+            messages.append(
+                Message("tool", result.text, tool_call_id=call_id, images=result.images)
+            )
         else:
-            texts.append(text_of([block], where))
-    if texts or not messages:
-        messages.append(Message(role, "".join(texts)))
+            others.append(block)
+    if role == "system":
+        check_format("output_config.format", _format_of(raw))
+        # settings alone: nothing to read for the policy
+        if not messages and not content_of(others, where).text:
+            return []
+    if others or not messages:
+        both = content_of(others, where, image_kind="image" if role in WITH_IMAGES else None)
+        messages.append(Message(role, both.text, images=both.images))
     return messages
+
+
+def _with_names_of_tools(content: object, where: str) -> object:
+    """Return the content of a result with references to tools as text.
+
+    Claude Code answers a search for tools with them (ENABLE_TOOL_SEARCH); the tools that they name are
+    those of the request. Raises BadRequest.
+    """
+    if not isinstance(content, list):
+        return content
+    blocks = []
+    for block in content:
+        if isinstance(block, Mapping) and block.get("type") == "tool_reference":
+            name = block.get("tool_name")
+            if not name or not isinstance(name, str):
+                raise BadRequest(f"{where} has a tool_reference without tool_name", param=where)
+            blocks.append({"type": "text", "text": f"{name} is available.\n"})
+        else:
+            blocks.append(block)
+    return blocks
 
 
 def _assistant(blocks: list[Mapping[str, Any]], where: str) -> Message:
@@ -201,6 +261,10 @@ def _tools(body: Mapping[str, object]) -> tuple[tuple[Tool, ...], tuple[str, ...
     if choice.get("type") != "auto":
         raise constrains_sampling(
             f"tool_choice {choice.get('type')!r}", "tool_choice", remedy="use 'auto' or 'none'"
+        )
+    if choice.get("disable_parallel_tool_use"):
+        raise constrains_sampling(
+            "disable_parallel_tool_use", "tool_choice", remedy="leave it out or send false"
         )
     dropped = request_fields.server_tools(raw_tools)
     tools: list[Tool] = []

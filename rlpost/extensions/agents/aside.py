@@ -27,15 +27,19 @@ async def run_aside(work: Callable[[], T], *, num_bytes: int) -> T:
         return work()
     ending = asyncio.get_running_loop().run_in_executor(None, _run_in_turn, work)
     cancelled: asyncio.CancelledError | None = None
-    while not ending.done():
-        try:
-            await asyncio.wait([ending])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        ending.exception()  # retrieved, so that it is not logged
-        raise cancelled
-    return ending.result()
+    try:
+        while not ending.done():
+            try:
+                await asyncio.wait([ending])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            ending.exception()  # retrieved, so that it is not logged
+            raise cancelled
+        return ending.result()
+    finally:
+        # An error refers to this frame by its traceback: in a cycle, both would keep the request.
+        del ending, cancelled
 
 
 def _run_in_turn(work: Callable[[], T]) -> T:

@@ -13,8 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from rlpost.extensions.agents.json_values import canonical, loads_strict
+from rlpost.extensions.agents.message_images import (
+    MessageImage,
+    SentImage,
+    TextAndImages,
+    base64_of,
+    parts_of,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
+WITH_IMAGES = ("user", "tool")
+"""Roles whose messages may have images; chat templates write none for the others."""
 THINK, END_THINK = "<think>", "</think>"
 
 
@@ -76,7 +85,9 @@ def name_of(tool: Tool) -> str:
 
 
 def check_function(function: Mapping[str, Any], where: str) -> None:
-    """Raise BadRequest if the parameters of a tool are no JSON schema of an object."""
+    """Raise BadRequest unless a tool's description is text, its parameters the schema of an object."""
+    if not isinstance(function.get("description") or "", str):
+        raise BadRequest(f"the description of tool {where} must be a text", param="tools")
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     is_schema = parameters is None or isinstance(parameters, Mapping)
@@ -102,7 +113,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``reasoning`` is the text between the model's thinking marks."""
+    """One message. ``reasoning`` is the text between the model's thinking marks.
+
+    ``images``: of a message of the user or a tool, with their places in ``content``.
+    """
 
     role: str
     content: str
@@ -110,6 +124,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    images: tuple[SentImage | MessageImage, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -122,7 +137,7 @@ class Message:
             return (self.role, *(call.key for call in self.tool_calls))
         if self.role == "assistant":
             return (self.role, self.content.strip())
-        return (self.role, self.content, self.tool_call_id, self.name)
+        return (self.role, self.content, self.tool_call_id, self.name, self.images)
 
     @property
     def call_ids(self) -> list[str]:
@@ -153,7 +168,8 @@ class Message:
         return found
 
     def _fields(self, convert_arguments: Callable[[str], object]) -> dict[str, object]:
-        fields: dict[str, object] = {"role": self.role, "content": self.content}
+        content = parts_of(self.content, self.images) if self.images else self.content
+        fields: dict[str, object] = {"role": self.role, "content": content}
         if self.reasoning:
             fields["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -186,7 +202,7 @@ def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[
     """Return the messages of a request with outputs of tools in the order of their calls.
 
     Chat templates write outputs without ids, so only their order says which call they answer.
-    Messages with one call each of an answer with several are joined: LiteLLM sends them so.
+    Messages that are parts of one answer are joined.
 
     Raises:
         BadRequest: an output belongs to no call before it, or a call has two; or the last message
@@ -194,13 +210,14 @@ def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[
             write another one.
     """
     ordered: list[Message] = []
-    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+    in_order = _outputs_after_calls(messages)
+    for role, group in itertools.groupby(in_order, key=lambda message: message.role):
         neighbours = list(group)
         if role == "tool":
             call_ids = ordered[-1].call_ids if ordered else []
             neighbours = _in_order_of_calls(neighbours, call_ids)
         elif role == "assistant":
-            neighbours = _joined_calls(neighbours)
+            neighbours = _joined_parts(neighbours)
         ordered += neighbours
     if needs_answer and ordered[-1].role == "assistant":
         raise BadRequest(
@@ -211,34 +228,83 @@ def checked(messages: Iterable[Message], *, needs_answer: bool = True) -> tuple[
     return tuple(ordered)
 
 
-def _joined_calls(answers: list[Message]) -> list[Message]:
-    """Join messages of the assistant that have calls alone with one before that has calls."""
-    joined: list[Message] = []
-    for answer in answers:
-        is_rest = bool(answer.tool_calls) and not answer.content and not answer.reasoning
-        if is_rest and joined and joined[-1].tool_calls:
-            calls = joined[-1].tool_calls + answer.tool_calls
-            joined[-1] = replace(joined[-1], tool_calls=calls)
+def _outputs_after_calls(messages: Iterable[Message]) -> list[Message]:
+    """Return messages with the outputs of tools directly after the calls that they answer.
+
+    Programs write notes of the user or the system between both; templates expect none there. An output
+    after a later answer stays, for that answer was given without it.
+    """
+    ordered: list[Message] = []
+    notes: list[Message] = []  # behind the last answer and its outputs
+    call_ids: set[str] = set()  # of that answer
+    for message in messages:
+        if message.role == "tool" and (not notes or message.tool_call_id in call_ids):
+            ordered.append(message)
+        elif message.role == "assistant":
+            if notes or (ordered and ordered[-1].role == "tool"):
+                call_ids = set()
+            call_ids.update(filter(None, message.call_ids))
+            ordered += [*notes, message]
+            notes = []
         else:
-            joined.append(answer)
-    return joined
+            notes.append(message)
+    return ordered + notes
+
+
+def _joined_parts(answers: list[Message]) -> list[Message]:
+    """Join neighbouring messages of the assistant that are parts of one answer.
+
+    LiteLLM sends a message for each call, the agents SDK of OpenAI for JavaScript one for the
+    reasoning, one for the text and one for the calls (itemsToMessages).
+    """
+    groups: list[list[Message]] = []
+    is_thought = False  # the last group is reasoning alone
+    for answer in answers:
+        is_rest = bool(groups) and _is_rest(answer, groups[-1][0], is_thought=is_thought)
+        if is_rest:
+            groups[-1].append(answer)
+        else:
+            groups.append([answer])
+        begins = is_thought if is_rest else bool(answer.reasoning)
+        is_thought = begins and not answer.content and not answer.tool_calls
+    return [
+        replace(
+            first,
+            content="".join([part.content for part in (first, *rest)]),
+            tool_calls=tuple(call for part in (first, *rest) for call in part.tool_calls),
+        )
+        for first, *rest in groups
+    ]
+
+
+def _is_rest(answer: Message, first: Message, *, is_thought: bool) -> bool:
+    """Whether a message without reasoning has only calls, or follows one with reasoning alone.
+
+    ``first``: of the messages before it that are one answer; ``is_thought``: they are reasoning alone.
+    """
+    if answer.reasoning or answer.name != first.name:
+        return False
+    return is_thought or (bool(answer.tool_calls) and not answer.content)
 
 
 def _in_order_of_calls(outputs: list[Message], call_ids: list[str]) -> list[Message]:
     """Sort outputs of tools by the ids of their calls; without ids they keep their order."""
     ids = [output.tool_call_id for output in outputs]
-    if not all(ids) or not all(call_ids) or len(set(call_ids)) < len(call_ids):
+    places = {call_id: place for place, call_id in enumerate(call_ids)}
+    if not all(ids) or not all(call_ids) or len(places) < len(call_ids):
         return outputs
-    for number, call_id in enumerate(ids):
-        if call_id not in call_ids:
+    answered = set[str]()
+    for call_id in ids:
+        if call_id not in places:
             raise BadRequest(
                 f"the output of call {call_id!r} follows no message with this call; its calls are "
                 f"{', '.join(call_ids) or 'none'}",
                 param="messages",
             )
-        if call_id in ids[:number]:
+        if call_id in answered:
             raise BadRequest(f"call {call_id!r} has two outputs; send one", param="messages")
-    return sorted(outputs, key=lambda output: call_ids.index(output.tool_call_id))
+        answered.add(call_id)
+    return sorted(outputs, key=lambda output: places[output.tool_call_id])
 
 
 def _message(raw: object, where: str) -> Message:
@@ -247,14 +313,19 @@ def _message(raw: object, where: str) -> Message:
     role = "system" if raw.get("role") == "developer" else raw.get("role")
     if role not in ROLES:
         raise BadRequest(f"{where}.role {role!r} must be one of {', '.join(ROLES)}", param=where)
-    content = text_of(raw.get("content"), where)
-    if role != "assistant":
+    if role in WITH_IMAGES:
+        both = content_of(raw.get("content"), where, image_kind="image_url")
         return Message(
             role,
-            content,
+            both.text,
             tool_call_id=_text(raw, "tool_call_id", where),
             name=_text(raw, "name", where),
+            images=both.images,
         )
+    _check_fields(raw, where)
+    content = text_of(raw.get("content"), where) or _text(raw, "refusal", where)
+    if role != "assistant":
+        return Message(role, content, name=_text(raw, "name", where))
     reasoning = _text(raw, "reasoning_content", where) or _text(raw, "reasoning", where)
     if not reasoning and END_THINK in content:  # a harness that keeps the answer as one text
         before, _, after = content.partition(END_THINK)
@@ -272,27 +343,55 @@ def _message(raw: object, where: str) -> Message:
     )
 
 
+def _check_fields(raw: Mapping[str, object], where: str) -> None:
+    """Raise BadRequest for parts of an answer that no template writes: they would be lost."""
+    for field, remedy in (("function_call", "send tool_calls"), ("audio", "send its text")):
+        if raw.get(field):
+            raise BadRequest(f"{where}.{field} is not supported; {remedy}", param=where)
+
+
 def text_of(content: object, where: str, kinds: Collection[str] = ("text",)) -> str:
     """Return the text of a content: a string, None, or parts of the types ``kinds``.
 
     Raises BadRequest.
     """
+    return content_of(content, where, kinds).text
+
+
+def content_of(
+    content: object,
+    where: str,
+    kinds: Collection[str] = ("text",),
+    *,
+    image_kind: str | None = None,
+) -> TextAndImages:
+    """Return the text of a content and the images in it, which are parts of type ``image_kind``.
+
+    Nothing of an image is decoded. Raises BadRequest.
+    """
     if content is None:
-        return ""
+        return TextAndImages("")
     if isinstance(content, str):
-        return content
+        return TextAndImages(content)
     if not isinstance(content, Sequence):
         raise BadRequest(f"{where}.content must be a string or a list of parts", param=where)
-    texts: list[str] = []
+    text, images = "", list[SentImage]()
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if not isinstance(part, Mapping) or kind not in kinds:
+        if not isinstance(part, Mapping) or kind not in (*kinds, image_kind):
+            one_of = "text" if image_kind is None else f"text and {image_kind}"
             raise BadRequest(
-                f"{where}.content has a part of type {kind!r}; this model reads text only",
+                f"{where}.content has a part of type {kind!r}; only {one_of} is read here",
                 param=where,
             )
-        texts.append(_text(part, "text", where))
-    return "".join(texts)
+        if kind != image_kind:
+            text += _text(part, "text", where)
+            continue
+        try:
+            images.append(SentImage(len(text), base64_of(part), where))
+        except ValueError as error:
+            raise BadRequest(f"{where}: {error}", param=where) from error
+    return TextAndImages(text, tuple(images))
 
 
 def _text(raw: Mapping[str, object], field: str, where: str) -> str:
@@ -318,11 +417,11 @@ def checked_arguments(given: object, where: str) -> str:
 
     "{}" for an empty text. Raises BadRequest.
     """
-    text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+    text = given if isinstance(given, str) else json.dumps(given or {})
     try:
         parsed = loads_strict(text or "{}")
     except ValueError as error:
         raise BadRequest(f"{where}: its arguments are not JSON: {error}", param=where) from error
     if not isinstance(parsed, dict):
         raise BadRequest(f"{where}: its arguments must be a JSON object", param=where)
-    return text or "{}"
+    return json.dumps(parsed, ensure_ascii=False)

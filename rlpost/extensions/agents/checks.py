@@ -13,12 +13,13 @@ from pathlib import Path
 from common.installed import is_package
 from rlpost.algorithm.advantage import ESTIMATORS
 from rlpost.config.checks.functions import moved_imports, source_of
-from rlpost.config.keys import SUFFIX, references
+from rlpost.config.keys import SUFFIX
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled
 from rlpost.errors import ConfigError, choice, suggestion
 from rlpost.extensions.agents.env_names import EnvName, parse_envs
 from rlpost.extensions.agents.env_table import EnvConfig
+from rlpost.extensions.agents.references import references
 from rlpost.extensions.agents.sandbox_table import SandboxConfig
 
 INSTALL = {

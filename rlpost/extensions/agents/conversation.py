@@ -29,15 +29,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rlpost.columns import FloatColumn, IntColumn, RunColumn, TokenSetColumn
+from rlpost.engines.image_requests import ImageRequests
 from rlpost.errors import DataError
 from rlpost.extensions.agents.chat_messages import END_THINK, THINK, Message, Tool
 from rlpost.extensions.agents.chat_template import ChatTemplate
+from rlpost.extensions.agents.request_images import with_images
 from rlpost.extensions.agents.trajectory import NO_VERSION, AnsweredTurn, Trajectory
-from rlpost.types import Sample
+from rlpost.types import ImageSpan, Sample
 
 Tools = Sequence[Tool]
 PROBE = "a-plain-answer"
@@ -85,6 +88,7 @@ class Line:
             sampling_mask=None if sample.sampling_mask is None else sample.sampling_mask[:count],
             # As after a request that ended here: an engine never reads its last sampled token.
             routes=None if sample.routes is None else sample.routes[: length - 1],
+            images=tuple(span for span in sample.images if span.end <= length),
         )
 
     def trajectory(self) -> Trajectory:
@@ -111,6 +115,7 @@ class Line:
             sampling_mask=None
             if sample.sampling_mask is None
             else TokenSetColumn.joined([TokenSetColumn.whole(prompt), sample.sampling_mask]),
+            images=sample.images,
         )
 
 
@@ -151,18 +156,26 @@ class Answered:
     stop_text: str  # text of the stop token; empty if the answer was truncated
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class MessageNode:
     """A message in the tree; the root has none.
+
+    Parents hold their children, but not the reverse: a tree in cycles would be kept until the
+    next full garbage collection, which runs between steps only.
 
     ``num_requests``: those in progress that end with it.
     """
 
     message: Message | None
-    parent: MessageNode | None
+    _parent: weakref.ref[MessageNode] | None = None
     answered: Answered | None = None
     children: dict[tuple[object, ...], list[MessageNode]] = field(default_factory=dict)
     num_requests: int = 0
+
+    @property
+    def parent(self) -> MessageNode | None:
+        """The message before it; None for the root, and for a message out of the tree."""
+        return None if self._parent is None else self._parent()
 
     def child(self, message: Message) -> MessageNode | None:
         """Return the child for a message of a request, or None.
@@ -180,13 +193,13 @@ class MessageNode:
 
     def added(self, message: Message, answered: Answered | None = None) -> MessageNode:
         """Add a child."""
-        node = MessageNode(message, self, answered)
+        node = MessageNode(message, weakref.ref(self), answered)
         self.children.setdefault(message.key, []).append(node)
         return node
 
     def detach(self) -> MessageNode:
         """Remove the message, with those after it, from the tree; return its parent."""
-        parent, self.parent = self.parent, None
+        parent, self._parent = self.parent, None
         assert parent is not None and self.message is not None
         known = parent.children[self.message.key]
         known.remove(self)
@@ -203,9 +216,9 @@ class MessageNode:
         """Return the nodes from the first message to this one."""
         nodes: list[MessageNode] = []
         node: MessageNode = self
-        while node.parent is not None:
+        while (parent := node.parent) is not None:
             nodes.append(node)
-            node = node.parent
+            node = parent
         return nodes[::-1]
 
 
@@ -218,6 +231,7 @@ class RequestPlan:
         opens_thinking: that text ends inside a thought.
         base: the answer that is extended; None for a fresh input.
         added_ids: tokens after the base; all tokens of a fresh input.
+        added_images: the images in them, with positions in the whole input.
         cause: why the answer begins another trajectory; empty if it extends one.
     """
 
@@ -228,6 +242,7 @@ class RequestPlan:
     added_ids: IntColumn
     cause: str
     has_tools: bool
+    added_images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -272,9 +287,15 @@ def _difference(answer: Message, message: Message) -> str:
 class Conversation:
     """All messages and lines of an episode."""
 
-    def __init__(self, template: ChatTemplate, *, longest: int | None = None) -> None:
-        """``longest``: tokens of the model's context."""
-        self._template, self._longest = template, longest
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        longest: int | None = None,
+        images: ImageRequests | None = None,
+    ) -> None:
+        """``longest``: tokens of the model's context. ``images``: None if it reads text alone."""
+        self._template, self._longest, self._images = template, longest, images
         # By tools, which are at the beginning of the prompt.
         self._roots: dict[str, MessageNode] = {}
         self._lines: list[Line] = []
@@ -286,11 +307,12 @@ class Conversation:
         Raises:
             DataError: the template rejects the messages.
             TooLong: their text is far beyond the context; it is not tokenised.
+            UnreadableImages: engines would find other images in the text.
         """
         self._forget_unanswered()
         tools_key = json.dumps(tools) if tools else ""
         others = tools_key not in self._roots and bool(self._roots)
-        node = self._roots.setdefault(tools_key, MessageNode(None, None))
+        node = self._roots.setdefault(tools_key, MessageNode(None))
         first_new: MessageNode | None = None
         for message in messages:
             child = node.child(message)
@@ -460,7 +482,14 @@ class Conversation:
         tools: Tools | None,
     ) -> RequestPlan:
         """Return the input of a request with ``text``, of which ``rest`` follows the base."""
-        added_ids = self._template.encode(rest) if rest else IntColumn()
-        is_open = text.rstrip().endswith(THINK)
         self._released.append(node)  # unless ``hold`` keeps it
-        return RequestPlan(node, Beginning.of(text), is_open, base, added_ids, cause, bool(tools))
+        added_ids = self._template.encode(rest) if rest else IntColumn()
+        images: tuple[ImageSpan, ...] = ()
+        if self._images is not None:
+            messages = [each.message for each in node.path() if each.message is not None]
+            before = None if base is None else base.line.beginning(base.length)
+            added_ids, images = with_images(self._images, before, added_ids, messages)
+        is_open = text.rstrip().endswith(THINK)
+        return RequestPlan(
+            node, Beginning.of(text), is_open, base, added_ids, cause, bool(tools), images
+        )

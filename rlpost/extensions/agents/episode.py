@@ -15,16 +15,23 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from rlpost.engines.connection import Connection, Halted
 from rlpost.errors import DataError, RolloutError
+from rlpost.extensions.agents import request_images
 from rlpost.extensions.agents.aside import run_aside
 from rlpost.extensions.agents.chat_messages import BadRequest, Message, Tool
 from rlpost.extensions.agents.chat_template import TooLong
-from rlpost.extensions.agents.conversation import FIRST, Conversation, MessageNode, RequestPlan
+from rlpost.extensions.agents.conversation import (
+    FIRST,
+    Conversation,
+    MessageNode,
+    RequestPlan,
+)
 from rlpost.extensions.agents.policy import EpisodeLimits, Policy, largest_body
 from rlpost.extensions.agents.requests import (
     TOKEN_CHARS,
@@ -33,28 +40,29 @@ from rlpost.extensions.agents.requests import (
     Earlier,
 )
 from rlpost.extensions.agents.trajectory import Trajectory
-from rlpost.extensions.agents.written_answer import WrittenAnswer, read_answer
+from rlpost.extensions.agents.unread_answers import UnreadAnswers
+from rlpost.extensions.agents.written_answer import WrittenAnswer, read_answer, write_answer
 from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
-from rlpost.types import Prompt, Sample
+from rlpost.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-Limit = Literal["tokens", "requests", "context"]
+Limit = Literal["tokens", "requests", "context", "images"]
 UNLIMITED = 2**31 - 1
 MODEL = "policy"  # the name of the only model
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
-    """A recorded completion that no request has continued, with the nodes of its answers."""
+class _Planned:
+    """A request with its input, the files of its images, and its answer that was not read."""
 
     request: ChatRequest
-    after: MessageNode
-    completion: Completion
-    nodes: Mapping[MessageNode, WrittenAnswer]
+    plan: RequestPlan
+    files: tuple[bytes, ...]
+    repeated: Completion | None
 
 
 class OpenEpisode:
@@ -95,13 +103,11 @@ class OpenEpisode:
         """
         self.prompt, self.index = prompt, index
         self.base_url, self.anthropic_url = f"{url}/v1", url
-        self.api_key, self.model = api_key, MODEL
-        self.is_closed = False
+        self.api_key, self.model, self.is_closed = api_key, MODEL, False
         # The same in every attempt, because a template may render ids of tool calls.
         name = f"{prompt.prompt_id} {index}".encode()
         self._name = hashlib.blake2b(name, digest_size=8).hexdigest()
         self._limits, self._policy, self._connection = limits, policy, connection
-        self._log = log
         # Each request has its own limit, because the builder's limit would count earlier turns too.
         self._turn_limit = sampling.max_new_tokens
         # The refusal of an engine would end the run, so the gateway refuses such a request itself.
@@ -109,8 +115,18 @@ class OpenEpisode:
         self._sampling = replace(sampling, max_new_tokens=UNLIMITED, max_context_len=context)
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
-        self._conversation = Conversation(policy.template, longest=context)
-        self._affinity = object()  # all requests go to one engine while it serves
+        self._conversation = Conversation(
+            policy.template, longest=context, images=connection.images
+        )
+        self._builder = partial(
+            ResponseBuilder,
+            connection,
+            sampling=self._sampling,
+            index=index,
+            codec=policy.template,
+            conversation=object(),  # all requests go to one engine while it serves
+            log=log,
+        )
         # A plan reads the conversation in a thread, so changes wait for it; the other lock only
         # guards the lines against ``trajectories``, which the driver's loop calls.
         self._changing = asyncio.Lock()
@@ -118,7 +134,7 @@ class OpenEpisode:
         self._parallel = asyncio.Semaphore(limits.max_parallel)
         self._running: set[asyncio.Future[Any]] = set()
         self._numbers, self._answer_numbers = itertools.count(), itertools.count()
-        self._unread: dict[int, _Unread] = {}  # by number of the request
+        self._unread, self._stored = UnreadAnswers(), request_images.StoredImages()
         self._answered: dict[str, tuple[MessageNode, ChatRequest]] = {}  # by id, without messages
         self.num_requests = self.num_tokens = self._num_in_flight = 0
         self._was_halted = False
@@ -183,36 +199,41 @@ class OpenEpisode:
         """
         self._refuse_ended()
         async with self._changing:
-            plan, repeated = await run_aside(lambda: self._plan(request), num_bytes=request.size)
+            size = request_images.work_size(request)
+            planned = await run_aside(lambda: self._plan(request), num_bytes=size)
+            plan = planned.plan
             self._conversation.hold(plan)
         try:
-            if is_repeated and repeated is not None:
-                await self._before_recording(before_recording, repeated, request)
-                return repeated
-            return await self._answer(plan, request, on_begin, before_recording)
+            if is_repeated and planned.repeated is not None:
+                await self._before_recording(before_recording, planned.repeated, request)
+                return planned.repeated
+            return await self._answer(planned, on_begin, before_recording)
         finally:
             self._conversation.release(plan)
 
     async def _answer(
         self,
-        plan: RequestPlan,
-        request: ChatRequest,
+        planned: _Planned,
         on_begin: Callable[[str], object],
         before_recording: Callable[[Completion], object],
     ) -> Completion:
+        plan, request = planned.plan, planned.request
         limit = self._admit(request)
         number = next(self._numbers)
         longest = self._sampling.max_context_len
         if longest is not None and plan.num_tokens >= longest:
             raise self._too_long(f"{plan.num_tokens} tokens > {longest - 1} maximum", longest)
         completion_id = f"{self._name}_{number}"
-        on_begin(completion_id)
+        writing = list[asyncio.Future[WrittenAnswer]]()
         self._num_in_flight += request.n
-        writing = [
-            asyncio.ensure_future(self._write(plan, request, number, limit))
-            for _ in range(request.n)
-        ]
         try:
+            if problem := await self._stored.add(self._connection.images, planned.files):
+                raise self._limited("images", problem)
+            on_begin(completion_id)
+            writing += [
+                asyncio.ensure_future(self._write(plan, request, number, limit))
+                for _ in range(request.n)
+            ]
             answers = await asyncio.gather(*writing)
             choices = tuple(answer.choice for answer in answers)
             completion = Completion(completion_id, number, choices, plan.num_tokens)
@@ -221,8 +242,8 @@ class OpenEpisode:
                 self._record(plan, request, completion, answers)
         finally:
             self._num_in_flight -= request.n
-            for task in writing:
-                task.cancel()
+            while writing:  # emptied as in ``run_aside``: their errors refer to this frame
+                writing.pop().cancel()
         return completion
 
     async def retract(self, completion: Completion) -> None:
@@ -232,11 +253,12 @@ class OpenEpisode:
 
     def _retract(self, completion: Completion) -> None:
         with self._lock:
-            unread = self._unread.pop(completion.number, None)
-            if unread is None:
+            nodes = self._unread.pop(completion)
+            if nodes is None:
                 return
-            self._answered.pop(completion.id, None)
-            for node, answer in unread.nodes.items():
+            for node, answer in nodes.items():
+                for name in (completion.id, *answer.call_ids):
+                    self._answered.pop(name, None)
                 if self._conversation.remove(node):
                     self.num_requests -= 1
                     self.num_tokens -= len(answer.choice.token_ids)
@@ -266,27 +288,12 @@ class OpenEpisode:
                         stop_text=each.stop_text,
                     )
                     nodes[node] = each
-            if nodes:
-                without = replace(request, messages=())
-                self._answered[completion.id] = next(iter(nodes)), without
-            self._unread[completion.number] = _Unread(request, plan.node, completion, nodes)
+            without = replace(request, messages=())
+            for node, each in reversed(nodes.items()):  # the id of all is that of the first
+                self._answered |= dict.fromkeys((completion.id, *each.call_ids), (node, without))
+            self._unread.add(completion, request, plan.node, nodes)
             self.num_requests += request.n
             self.num_tokens += completion.num_tokens
-
-    def _forget_read(self, plan: RequestPlan) -> None:
-        """Forget which completions are unread, up to those that a request continues."""
-        path = set(plan.node.path())
-        read = [number for number, each in self._unread.items() if path.intersection(each.nodes)]
-        for number in read:
-            del self._unread[number]
-
-    def _lost(self, plan: RequestPlan, request: ChatRequest) -> Completion | None:
-        """Return the newest unread completion of the same request."""
-        for unread in reversed(self._unread.values()):
-            same_options = replace(unread.request, messages=request.messages) == request
-            if unread.after is plan.node and same_options:
-                return unread.completion
-        return None
 
     def _refuse_ended(self) -> None:
         if self.is_closed:
@@ -294,20 +301,34 @@ class OpenEpisode:
         if self.halted:
             raise _halted()
 
-    def check_size(self, num_bytes: int) -> None:
-        """Raise BadRequest if the body of a request is too large to be parsed."""
+    def check_size(self, num_bytes: int, *, may_have_images: bool = False) -> None:
+        """Raise BadRequest if the body of a request is too large to be parsed.
+
+        ``may_have_images``: of a body that was not read; its images are bounded by themselves.
+        """
         longest = self._sampling.max_context_len
-        if longest is None:
+        if longest is None or (may_have_images and self._connection.images is not None):
             return
         most = largest_body(longest)
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-    def _plan(self, request: ChatRequest) -> tuple[RequestPlan, Completion | None]:
-        """Return the input for a request, and its answer that was not read. Raises BadRequest."""
+    def _plan(self, request: ChatRequest) -> _Planned:
+        """Return a request with its input, and its answer that was not read. Raises BadRequest."""
+        request, files = self._with_images(request)
         plan = self._render(request, self._conversation.plan)
-        self._forget_read(plan)
-        return plan, self._lost(plan, request)
+        self._unread.forget_continued(plan.node)
+        return _Planned(request, plan, files, self._unread.lost(plan.node, request))
+
+    def _with_images(self, request: ChatRequest) -> tuple[ChatRequest, tuple[bytes, ...]]:
+        """Return a request with decoded images, and their files. Raises BadRequest."""
+        longest, images = self._sampling.max_context_len, self._connection.images
+        try:
+            read = request_images.read_images(request.messages, images, longest=longest)
+        except TooLong as error:
+            assert longest is not None
+            raise self._too_long(str(error), longest) from error
+        return replace(request, messages=read.messages), read.files
 
     @staticmethod
     async def _before_recording(
@@ -337,6 +358,11 @@ class OpenEpisode:
         except TooLong as error:
             assert longest is not None
             raise self._too_long(str(error), longest) from error
+        except request_images.UnreadableImages as error:
+            # The policy may have caused it, so the episode is scored.
+            if not request_images.answers_spell_mark(self._connection.images, request.messages):
+                self._policy.log_once(f"no text of an answer has a mark, yet {error}")
+            raise self._limited("images", str(error)) from error
         except DataError as error:
             raise BadRequest(str(error), param="messages") from error
 
@@ -350,7 +376,7 @@ class OpenEpisode:
         )
 
     def recall(self, name: str) -> Earlier | None:
-        """Return the first answer of the completion with an id; None if there is none."""
+        """Return the first answer of a completion, or the one with a call, by its id."""
         node, request = self._answered.get(name, (None, None))
         if node is None or request is None:
             return None
@@ -375,10 +401,17 @@ class OpenEpisode:
         def count(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
             text = template.render(messages, tools)
             template.check_length([text], longest)
-            return len(template.encode(text))
+            ids, images = template.encode(text), self._connection.images
+            if images is not None:
+                ids, _ = request_images.with_images(images, None, ids, messages)
+            return len(ids)
+
+        def count_read() -> int:
+            read, _ = self._with_images(request)
+            return self._render(read, count)
 
         async with self._changing:  # one at a time, or an episode could keep all threads busy
-            return await run_aside(lambda: self._render(request, count), num_bytes=request.size)
+            return await run_aside(count_read, num_bytes=request_images.work_size(request))
 
     def _admit(self, request: ChatRequest) -> int:
         """Return the limit of tokens for each answer. Raises BadRequest."""
@@ -406,7 +439,9 @@ class OpenEpisode:
             base = plan.base
             so_far = None if base is None else replace(base.line.beginning(base.length), text="")
             builder = await self._exchange(
-                lambda: self._generate(plan, so_far, request.stop, limit)
+                lambda: write_answer(
+                    self._builder, self.prompt, plan, so_far, stop=request.stop, limit=limit
+                )
             )
         ended_at = time.time()
         num_new = len(builder.prompt.token_ids) + builder.num_tokens - plan.num_tokens
@@ -424,28 +459,6 @@ class OpenEpisode:
             num_bytes=TOKEN_CHARS * num_new,
         )
 
-    async def _generate(
-        self, plan: RequestPlan, so_far: Sample | None, stop: tuple[str, ...], limit: int
-    ) -> ResponseBuilder:
-        """Generate one answer in the connection's event loop."""
-        prompt_ids = plan.added_ids if so_far is None else so_far.prompt_ids
-        builder = ResponseBuilder(
-            self._connection,
-            replace(self.prompt, token_ids=prompt_ids),
-            self._sampling,
-            index=self.index,
-            codec=self._policy.template,
-            so_far=so_far,
-            conversation=self._affinity,
-            log=self._log,
-        )
-        if so_far is not None:
-            # Ends the earlier turn, which is complete: the next ``write`` would continue it.
-            await builder.write(max_new_tokens=0)
-            builder.insert_ids(plan.added_ids)
-        await builder.write(stop=stop, max_new_tokens=limit)
-        return builder
-
     async def _exchange(self, work: Callable[[], Coroutine[object, object, T]]) -> T:
         """Run ``work`` in the connection's event loop. Raises BadRequest and RolloutError."""
 
@@ -459,6 +472,7 @@ class OpenEpisode:
             finally:
                 self._running.discard(task)
                 task.cancel()
+                del task  # as in ``run_aside``
 
         try:
             if asyncio.get_running_loop() is self._loop:

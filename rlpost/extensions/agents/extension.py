@@ -12,6 +12,9 @@ EXTENSION = Extension(
         "rlpost.extensions.agents.checks:agent_problems",
         "rlpost.extensions.agents.checks:sandbox_problems",
     ),
+    public_names={
+        name: f"rlpost.extensions.agents.environments.turns:{name}" for name in ("Step", "Turn")
+    },
     on_node=("rlpost.extensions.agents.sandbox.settings:check_node",),
     answers="rlpost.extensions.agents.answers:episode_answers",
     job="rlpost.extensions.agents.sandbox.jobs:SANDBOX_JOBS",

@@ -83,7 +83,7 @@ class Gateway:
         self._thread: threading.Thread | None = None
         self._stop: Future[None] = Future()
         self._address = ""
-        self._call_in_server: Callable[[OpenEpisode], object] = lambda _: None
+        self._call_in_server: Callable[[str], object] = lambda _: None
 
     @property
     def url(self) -> str:
@@ -129,7 +129,7 @@ class Gateway:
         episode = self._episodes.pop(episode_id, None)
         if episode is not None and not self._stop.done():
             with contextlib.suppress(RuntimeError):  # the server's loop has ended
-                self._call_in_server(episode)
+                self._call_in_server(episode.api_key)
 
     async def __aenter__(self) -> Gateway:
         listening: Future[str] = Future()
@@ -159,7 +159,7 @@ class Gateway:
     async def _serve(self, listening: Future[str]) -> None:
         # A client that disconnects will not read its answer, so its generation is cancelled.
         app, loop = make_app(self._episodes), asyncio.get_running_loop()
-        self._call_in_server = lambda episode: loop.call_soon_threadsafe(app[END_EPISODE], episode)
+        self._call_in_server = lambda key: loop.call_soon_threadsafe(app[END_EPISODE], key)
         runner, url = await start_listener(app, self._host, self._port, shutdown_s=1.0)
         try:
             listening.set_result(url)

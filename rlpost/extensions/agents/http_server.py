@@ -20,7 +20,6 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import orjson
 from aiohttp import web
 
 from rlpost.errors import RolloutError
@@ -28,7 +27,7 @@ from rlpost.extensions.agents import anthropic_format, openai_format, responses_
 from rlpost.extensions.agents.aside import run_aside
 from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.episode import OpenEpisode
-from rlpost.extensions.agents.json_values import check_depth, dumps
+from rlpost.extensions.agents.json_values import check_depth, dumps, loads_body
 from rlpost.extensions.agents.listener import admit
 from rlpost.extensions.agents.requests import (
     NO_ANSWER,
@@ -51,8 +50,9 @@ MAX_CONNECTIONS = 256
 KEEP_ALIVE_S = 10.0
 CLOSED_S = 2.0
 """After the end of an episode, in which its requests in progress are refused with an answer."""
-END_EPISODE = web.AppKey[Callable[[OpenEpisode], None]]("end_episode")
-"""Of the application: what to call when an episode has ended, in the loop of the server."""
+END_EPISODE = web.AppKey[Callable[[str], None]]("end_episode")
+"""Of the application: what to call with the key of an episode that has ended, in the loop of the
+server."""
 REPEATED_HEADER = "x-stainless-retry-count"
 """Request header with the number of a repetition, by the clients of OpenAI and Anthropic."""
 OVERRIDDEN_HEADER = "x-rlpost-overridden"
@@ -156,9 +156,10 @@ class _Routes:
         self._connections = weakref.WeakKeyDictionary[
             OpenEpisode, weakref.WeakSet[asyncio.Transport]
         ]()
-        self._busy = defaultdict[OpenEpisode, list[asyncio.Transport]](list)  # with a request
+        # Connections with a request, by the key of its episode.
+        self._busy = defaultdict[str, list[asyncio.Transport]](list)
 
-    def end_episode(self, episode: OpenEpisode) -> None:
+    def end_episode(self, key: str) -> None:
         """Abort the connections whose requests to a closed episode do not end.
 
         A client may never send the rest of a body, or read an answer. Idle connections stay, for
@@ -166,10 +167,12 @@ class _Routes:
         """
 
         def abort() -> None:
-            for transport in list(self._busy.get(episode, ())):
+            for transport in list(self._busy.get(key, ())):
                 transport.abort()
 
-        asyncio.get_running_loop().call_later(CLOSED_S, abort)
+        # The timer has the key alone: it must not keep the episode.
+        if key in self._busy:
+            asyncio.get_running_loop().call_later(CLOSED_S, abort)
 
     @contextlib.contextmanager
     def _serving(self, request: web.Request, episode: OpenEpisode) -> Iterator[None]:
@@ -178,13 +181,14 @@ class _Routes:
         if transport is None:
             yield
             return
-        self._busy[episode].append(transport)
+        key = episode.api_key
+        self._busy[key].append(transport)
         try:
             yield
         finally:
-            self._busy[episode].remove(transport)
-            if not self._busy[episode]:
-                del self._busy[episode]
+            self._busy[key].remove(transport)
+            if not self._busy[key]:
+                del self._busy[key]
 
     def answers(self, api: _Api) -> Handler:
         """Return the handler that answers the requests of one API."""
@@ -236,6 +240,7 @@ class _Routes:
                 raise
             finally:
                 answering.cancel()
+                del answering  # as in ``run_aside``: its error refers to this frame
 
         return handle
 
@@ -330,11 +335,13 @@ class _Routes:
         convert: Callable[[Mapping[str, object], Recall], ChatRequest],
     ) -> ChatRequest:
         """Return the request of a body. Raises BadRequest."""
-        episode.check_size(request.content_length or 0)  # before it is read
+        # before it is read
+        episode.check_size(request.content_length or 0, may_have_images=True)
         content = await self._content(request, episode)
-        episode.check_size(len(content))
         size = len(content)
+        episode.check_size(size, may_have_images=True)
         asked = await run_aside(lambda: convert(_parse(content), episode.recall), num_bytes=size)
+        episode.check_size(size - asked.image_chars)
         return replace(asked, size=max(size, asked.num_chars()))
 
 
@@ -342,7 +349,7 @@ def _parse(content: bytes) -> Mapping[str, object]:
     if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
         raise BadRequest(f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
-        body = orjson.loads(content)
+        body = loads_body(content)
         check_depth(body)
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
@@ -364,26 +371,29 @@ async def _stream(
     An error within the first KEEP_ALIVE_S seconds has its HTTP status; a later one is an event,
     because a second response would break the framing of the first.
     """
-    await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-    if answering.done():
-        answering.result()  # raises
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-    )
-    await response.prepare(request)
-    while not answering.done():
-        await response.write(keep_alive.content())
+    try:
         await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-    error = None if answering.cancelled() else answering.exception()
-    if isinstance(error, Exception):
-        refused = _refusal(request, error)[1]
-        # Events of chat completions have no type, those of the other APIs always have one.
-        await response.write(_event(refused if api is _CHAT else {"type": "error", **refused}))
-    else:
-        answering.result()  # raises if it was cancelled
-        await response.write(contents[-1])
-    await response.write_eof()
-    return response
+        if answering.done():
+            answering.result()  # raises
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
+        )
+        await response.prepare(request)
+        while not answering.done():
+            await response.write(keep_alive.content())
+            await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
+        try:
+            answering.result()
+            last = contents[-1]
+        except Exception as error:
+            refused = _refusal(request, error)[1]
+            # Events of chat completions have no type, those of the other APIs always have one.
+            last = _event(refused if api is _CHAT else {"type": "error", **refused})
+        await response.write(last)
+        await response.write_eof()
+        return response
+    finally:
+        del answering  # as in ``run_aside``
 
 
 def _has_answered(answering: asyncio.Future[Completion]) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import orjson
 
 MAX_DEPTH = 64
 """Nested arrays and objects of a value; orjson writes 254 levels, Python's json about 1,000."""
+
+_MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def loads_strict(text: str) -> object:
@@ -27,6 +30,20 @@ def loads_strict(text: str) -> object:
         raise ValueError(f"more than {MAX_DEPTH} nested values") from error
     check_depth(value)
     return _without_lone_surrogates(value)
+
+
+def loads_body(content: bytes) -> object:
+    """Parse the body of a request; lone surrogates in its strings become U+FFFD.
+
+    Programs in JavaScript cut texts by UTF-16 units, and send the half of an emoji as ``\\ud83d``.
+    Raises ValueError.
+    """
+    try:
+        return orjson.loads(content)
+    except ValueError:
+        if not _MAY_BE_SURROGATE.search(content):
+            raise
+    return loads_strict(content.decode())
 
 
 def check_depth(value: object) -> None:

@@ -6,14 +6,17 @@ Reference: platform.openai.com/docs/api-reference/chat.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from rlpost.extensions.agents import request_fields
+from rlpost.extensions.agents import custom_tools, request_fields
 from rlpost.extensions.agents.chat_messages import (
     BadRequest,
+    Message,
     Tool,
     check_function,
     constrains_sampling,
     messages_from_openai,
+    name_of,
 )
 from rlpost.extensions.agents.requests import (
     MAX_CHOICES,
@@ -28,10 +31,9 @@ from rlpost.extensions.agents.requests import (
 
 
 def chat_request(body: Mapping[str, object], recall: Recall = recall_nothing) -> ChatRequest:
-    """Read a request, which refers to no earlier answer. Raises BadRequest."""
-    del recall
+    """Read a request; ``recall`` returns the answers with its custom calls. Raises BadRequest."""
     overridden = request_fields.CHAT.check(body)
-    _check_response_format(body.get("response_format"))
+    check_format("response_format", body.get("response_format"))
     if body.get("top_logprobs"):
         raise BadRequest(
             "top_logprobs must be 0; only sampled tokens have log-probs", param="top_logprobs"
@@ -40,9 +42,11 @@ def chat_request(body: Mapping[str, object], recall: Recall = recall_nothing) ->
         "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     )
     stream_options = body.get("stream_options") or {}
+    tools, custom = _tools(body)
     return ChatRequest(
-        messages=messages_from_openai(body.get("messages")),
-        tools=_tools(body),
+        messages=messages_from_openai(custom_tools.with_functions(body.get("messages"), recall)),
+        tools=tools,
+        custom_tools=custom,
         n=whole_number(body, "n", 1, MAX_CHOICES) or 1,
         max_tokens=whole_number(body, limit_field, 1, 2**31 - 1),
         stop=stop_strings(body.get("stop"), "stop"),
@@ -61,7 +65,7 @@ def chat_completion(reply: Reply) -> dict[str, object]:
         "choices": [
             {
                 "index": index,
-                "message": {"refusal": None, **choice.message.for_openai()},
+                "message": {"refusal": None, **_message(choice.message, reply)},
                 "logprobs": _logprobs(choice, reply),
                 "finish_reason": choice.ended_by,
             }
@@ -81,16 +85,16 @@ def chat_chunks(reply: Reply) -> Iterator[dict[str, object]]:
 
     for index, choice in enumerate(reply.completion.choices):
         message = choice.message
-        yield chunk(index, {"role": "assistant", "content": ""})
+        # A client may take an empty text before a call for the answer.
+        first = None if message.tool_calls and not message.content else ""
+        yield chunk(index, {"role": "assistant", "content": first})
         if message.reasoning:
             yield chunk(index, {"reasoning_content": message.reasoning})
         logprobs = _logprobs(choice, reply)
         if message.content or logprobs:
             yield chunk(index, {"content": message.content}, logprobs=logprobs)
-        for number, call in enumerate(message.tool_calls):
-            function = {"name": call.name, "arguments": call.arguments}
-            one = {"index": number, "id": call.id, "type": "function", "function": function}
-            yield chunk(index, {"tool_calls": [one]})
+        for number, call in enumerate(_message(message, reply).get("tool_calls", ())):
+            yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         yield chunk(index, {}, finish_reason=choice.ended_by)
     if reply.request.with_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}
@@ -144,39 +148,69 @@ def stop_strings(given: object, field: str) -> tuple[str, ...]:
     return tuple(one for one in values if one)
 
 
-def _check_response_format(given: object) -> None:
+def check_format(field: str, given: object) -> None:
+    """Raise BadRequest for a format of the answer other than text."""
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind not in (None, "text"):
         raise constrains_sampling(
-            f"response_format {kind!r}",
-            "response_format",
-            remedy="ask for the format in a message",
+            f"{field} {kind!r}", field, remedy="ask for the format in a message"
         )
 
 
-def _tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    given, choice = body.get("tools") or [], body.get("tool_choice")
-    if not isinstance(given, list):
+FUNCTION_FIELDS = ("name", "description", "parameters")
+"""What the policy reads of a function. Others are for a server, such as where a cache ends."""
+
+
+def _tools(body: Mapping[str, object]) -> tuple[tuple[Tool, ...], frozenset[str]]:
+    """Return the tools as functions, and the names of custom ones. Raises BadRequest."""
+    raw_tools = body.get("tools") or []
+    if not isinstance(raw_tools, list):
         raise BadRequest("tools must be a list", param="tools")
-    for place, tool in enumerate(given):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest(
-                f"tools[{place}] must be a function with a name; other kinds of tools are not "
-                "supported",
-                param="tools",
-            )
-        check_function(function, function["name"])
-    return tuple(given) if may_call_tools(choice) else ()
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(raw_tools)]
+    is_custom = [custom_tools.is_custom(tool) for tool in raw_tools]
+    names = [name_of(tool) for tool in tools]
+    custom = frozenset(name for name, yes in zip(names, is_custom, strict=True) if yes)
+    custom_tools.check_names(names, custom)
+    return tuple(tools) if may_call_tools(body.get("tool_choice")) else (), custom
+
+
+def _tool(raw: object, where: str) -> Tool:
+    """Convert a function or a custom tool. Raises BadRequest."""
+    function = raw.get("function") if isinstance(raw, Mapping) else None
+    if custom_tools.is_custom(raw):
+        function = custom_tools.of_chat(raw)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not (name and isinstance(name, str)):
+        raise BadRequest(
+            f"{where} must be a function or a custom tool with a name; other kinds of tools are not "
+            "supported",
+            param="tools",
+        )
+    if custom_tools.is_custom(raw):
+        return custom_tools.custom_function(function)
+    check_function(function, name)
+    kept: Any = {field: function[field] for field in function if field in FUNCTION_FIELDS}
+    return {"type": "function", "function": kept}
 
 
 def may_call_tools(choice: object) -> bool:
     """Whether ``tool_choice`` allows calls. Raises BadRequest for one that would force a call."""
+    if isinstance(choice, Mapping) and choice.keys() == {"type"}:  # as Anthropic spells it
+        choice = choice["type"]
     if choice not in (None, "auto", "none"):
         raise constrains_sampling(
             f"tool_choice {choice!r}", "tool_choice", remedy="use 'auto' or 'none'"
         )
     return choice != "none"
+
+
+def _message(message: Message, reply: Reply) -> dict[str, Any]:
+    """Return an answer, with calls of custom tools in their form."""
+    fields: dict[str, Any] = message.for_openai()
+    for place, call in enumerate(message.tool_calls):
+        if call.name in reply.request.custom_tools:
+            fields["tool_calls"][place] = custom_tools.chat_call(call)
+    return fields
 
 
 def _head(reply: Reply, kind: str) -> dict[str, object]:

@@ -61,6 +61,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Fields that would change an answer, and the values with which they do not. Fields of the APIs
 that are in no table, such as ``audio``, have no such value.
 """
+_REMEDIES = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "output_format": "ask for the format in a message",
+}
+"""Of fields that the APIs had before."""
 _SERVER_TOOLS = (
     *("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "mcp"),
     *("image_generation", "tool_search"),
@@ -113,7 +119,7 @@ class Fields:
             # Types are compared too, for 0 == False.
             neutral = [(type(each), each) for each in _NEUTRAL.get(field, ())]
             if (type(value), value) not in neutral:
-                remedy = "leave it out"
+                remedy = _REMEDIES.get(field, "leave it out")
                 if neutral:
                     remedy += f" or send {neutral[0][1]!r}"
                 raise BadRequest(

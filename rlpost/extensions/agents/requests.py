@@ -9,6 +9,7 @@ from typing import Literal
 
 from rlpost.columns import FloatColumn, IntColumn
 from rlpost.extensions.agents.chat_messages import BadRequest, Message, Tool
+from rlpost.extensions.agents.message_images import sent_images
 
 AnswerEnd = Literal["stop", "length", "tool_calls"]
 MAX_CHOICES, MAX_STOPS, MAX_STOP_CHARS = 64, 16, 1000
@@ -32,6 +33,7 @@ class ChatRequest:
             part of ``tools``.
         allows_calls: the answer may have calls; found tools are known to later requests anyway.
         searches_tools: the function ``tool_search`` is a search that the client runs.
+        custom_tools: names of functions whose calls the client gets as a text.
         has_instructions: the first message is not part of the conversation, but of this request.
         size: bytes of its body, or characters of its messages if it refers to earlier ones.
     """
@@ -50,6 +52,7 @@ class ChatRequest:
     found_tools: tuple[Tool, ...] = ()
     allows_calls: bool = True
     searches_tools: bool = False
+    custom_tools: frozenset[str] = frozenset()
     has_instructions: bool = False
     size: int = field(default=0, compare=False)
 
@@ -62,6 +65,11 @@ class ChatRequest:
             + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages
         )
+
+    @property
+    def image_chars(self) -> int:
+        """Characters of images in a request that was not decoded yet."""
+        return sum(len(image.base64) for image in sent_images(self.messages))
 
     def written_texts(self) -> list[str]:
         """Return the texts that every chat template writes: all but reasoning, which it may drop.
@@ -94,7 +102,7 @@ class Earlier:
 
 
 Recall = Callable[[str], Earlier | None]
-"""Returns the answer of a completion with an id; None if the episode has none."""
+"""Returns the answer of a completion, or with a call, of an id; None if there is none."""
 
 
 def recall_nothing(name: str) -> None:

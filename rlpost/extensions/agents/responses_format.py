@@ -8,23 +8,30 @@ as items, or refers to answers of the episode by their ids. Consecutive items of
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlpost.extensions.agents import request_fields, tool_search
+from rlpost.extensions.agents import custom_tools, request_fields, tool_search
 from rlpost.extensions.agents.chat_messages import (
+    WITH_IMAGES,
     BadRequest,
     Message,
     Tool,
     ToolCall,
     checked,
     checked_arguments,
-    constrains_sampling,
+    content_of,
     function_tool,
     name_of,
     text_of,
 )
-from rlpost.extensions.agents.openai_format import boolean, may_call_tools, whole_number
+from rlpost.extensions.agents.openai_format import (
+    boolean,
+    check_format,
+    may_call_tools,
+    whole_number,
+)
 from rlpost.extensions.agents.requests import (
     ChatRequest,
     Earlier,
@@ -35,6 +42,7 @@ from rlpost.extensions.agents.requests import (
 )
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+IMAGE_PART = "input_image"
 THOUGHT_PARTS = ("reasoning_text", "text")
 Event = dict[str, object]
 _Item = tuple[str, Mapping[str, Any]]  # its place in the request, for messages, and the item
@@ -45,13 +53,7 @@ def responses_request(body: Mapping[str, object], recall: Recall = recall_nothin
     _check_model(body)  # before the fields that Codex sends for such a model
     overridden = request_fields.RESPONSES.check(body)
     text = body.get("text")
-    form = text.get("format") if isinstance(text, Mapping) else None
-    if isinstance(form, Mapping) and form.get("type") != "text":
-        raise constrains_sampling(
-            f"text.format {form.get('type')!r}",
-            "text.format",
-            remedy="ask for the format in a message",
-        )
+    check_format("text.format", text.get("format") if isinstance(text, Mapping) else None)
     if body.get("top_logprobs"):
         raise BadRequest("top_logprobs is not supported; leave it out", param="top_logprobs")
     instructions = text_of(body.get("instructions"), "instructions")
@@ -62,6 +64,7 @@ def responses_request(body: Mapping[str, object], recall: Recall = recall_nothin
         remedy = "send the items of the conversation in input"
         earlier = recalled(previous, "resp", recall, field=field, remedy=remedy)
         messages += earlier.conversation(with_instructions=False)
+        _check_new(body.get("input"), earlier, recall)
     messages += _messages(body.get("input"), recall)
     tools, namespaces, dropped = _tools(body)
     found_tools, found_namespaces = _found_tools(body, tools, namespaces, earlier)
@@ -73,6 +76,7 @@ def responses_request(body: Mapping[str, object], recall: Recall = recall_nothin
         found_tools=found_tools,
         allows_calls=allows_calls,
         searches_tools=_searches(body.get("tools")),
+        custom_tools=frozenset(custom_tools.custom_names(body.get("tools"))),
         dropped_tools=dropped,
         has_instructions=bool(instructions),
         max_tokens=whole_number(body, "max_output_tokens", 1, 2**31 - 1),
@@ -149,6 +153,10 @@ def _events(body: dict[str, Any]) -> Iterator[Event]:
         at_item = {**at, "item_id": item["id"]}
         if item["type"] == tool_search.CALL:
             pass  # it has no deltas
+        elif item["type"] == custom_tools.CALL:
+            kind, text = "response.custom_tool_call_input", item[custom_tools.INPUT]
+            yield {"type": f"{kind}.delta", **at_item, "delta": text}
+            yield {"type": f"{kind}.done", **at_item, custom_tools.INPUT: text}
         elif item["type"] == "function_call":
             kind, arguments = "response.function_call_arguments", item["arguments"]
             yield {"type": f"{kind}.delta", **at_item, "delta": arguments}
@@ -176,13 +184,15 @@ def _begun(item: dict[str, object]) -> dict[str, object]:
         return {**begun, "arguments": ""}
     if item["type"] == tool_search.CALL:
         return {**begun, "arguments": {}}
+    if item["type"] == custom_tools.CALL:
+        return {**begun, custom_tools.INPUT: ""}
     return {**begun, "content": []}
 
 
 def _answer_items(reply: Reply) -> list[dict[str, object]]:
     """Return an answer as items; a call of a function in a namespace names it.
 
-    A call of a search for tools is an item of its kind.
+    Calls of a search for tools and of custom tools are items of their kinds.
     """
     choice, namespaces = reply.completion.choices[0], reply.request.namespaces
     status = "incomplete" if choice.ended_by == "length" else "completed"
@@ -190,6 +200,7 @@ def _answer_items(reply: Reply) -> list[dict[str, object]]:
     for item in items:
         if str(item.get("name")) in namespaces:
             item["namespace"] = namespaces[str(item["name"])]
+    items = custom_tools.call_items(items, reply.request.custom_tools)
     if reply.request.searches_tools:
         return [
             tool_search.call_item(item) if item.get("name") == tool_search.NAME else item
@@ -267,16 +278,38 @@ def _messages(raw_input: object, recall: Recall) -> list[Message]:
     messages: list[Message] = []
     for is_answer, neighbours in itertools.groupby(items, key=_is_of_the_assistant):
         if is_answer:
-            messages.append(_answer(neighbours))
+            messages.append(_answer(neighbours, recall))
         else:
             messages += [_message(item, where) for where, item in neighbours]
     return messages
 
 
+def _check_new(raw_input: object, earlier: Earlier, recall: Recall) -> None:
+    """Raise BadRequest for an item of an answer that the conversation has: it would be there twice."""
+    conversation = earlier.conversation(with_instructions=True)
+    places: dict[str, int] = {}  # each name once, as a body may repeat one many times
+    for place, item in enumerate(raw_input if isinstance(raw_input, list) else ()):
+        if isinstance(item, Mapping) and not str(item.get("type")).endswith("_output"):
+            places.setdefault(str(item.get("call_id")), place)
+            places.setdefault(_answer_id(item.get("id")), place)
+    for name, place in places.items():
+        repeated = recall(name)
+        if repeated and any(repeated.answer is message for message in conversation):
+            raise BadRequest(
+                f"input[{place}] is an item of an answer that previous_response_id has; send what "
+                "follows it, or all items without previous_response_id",
+                param=f"input[{place}]",
+            )
+
+
+def _answer_id(name: object) -> str:
+    """Return the id of the answer to which the id of an item belongs: KIND_EPISODE_NUMBER[_PLACE]."""
+    return "_".join(str(name).split("_")[1:3])
+
+
 def _referenced(name: object, where: str, recall: Recall) -> Mapping[str, Any]:
     """Return the item of an answer that has this id. Raises BadRequest."""
-    kind, *rest = str(name).split("_")
-    answer = "_".join(rest[:2])
+    kind, answer = str(name).partition("_")[0], _answer_id(name)
     remedy = "send the items themselves (store: false)"
     if kind in ("rs", "msg", "fc"):
         earlier = recalled(f"resp_{answer}", "resp", recall, field=where, remedy=remedy)
@@ -290,10 +323,11 @@ def _is_of_the_assistant(located: _Item) -> bool:
     item = located[1]
     if item.get("type", "message") == "message":
         return item.get("role") == "assistant"
-    return item.get("type") in ("reasoning", "function_call", tool_search.CALL)
+    kinds = ("reasoning", "function_call", tool_search.CALL, custom_tools.CALL)
+    return item.get("type") in kinds
 
 
-def _answer(items: Iterable[_Item]) -> Message:
+def _answer(items: Iterable[_Item], recall: Recall) -> Message:
     """Convert consecutive items of the assistant."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -303,6 +337,8 @@ def _answer(items: Iterable[_Item]) -> Message:
             thoughts.append(text_of(item.get("content"), where, THOUGHT_PARTS))
         elif item.get("type") == tool_search.CALL:
             calls.append(tool_search.call_of(item, where))
+        elif item.get("type") == custom_tools.CALL:
+            calls.append(custom_tools.call_of(item, where, recall))
         elif item.get("type") == "function_call":
             if not isinstance(item.get("name"), str):
                 raise BadRequest(f"{where} must have a name", param=where)
@@ -316,21 +352,28 @@ def _answer(items: Iterable[_Item]) -> Message:
 def _message(item: Mapping[str, object], where: str) -> Message:
     """Convert an item that is not the assistant's."""
     kind = item.get("type", "message")
-    if kind == "function_call_output":
+    if kind in ("function_call_output", custom_tools.OUTPUT):
         call_id = str(item.get("call_id") or "")
-        return Message("tool", text_of(item.get("output"), where, TEXT_PARTS), tool_call_id=call_id)
+        output = content_of(item.get("output"), where, TEXT_PARTS, image_kind=IMAGE_PART)
+        return Message("tool", output.text, tool_call_id=call_id, images=output.images)
     if kind == tool_search.OUTPUT:
         call_id = str(item.get("call_id") or "")
         loaded, _ = _functions(item.get("tools") or [], f"{where}.tools")
         return Message("tool", tool_search.shown(loaded), tool_call_id=call_id)
     if kind != "message":
-        raise BadRequest(f"{where} is of type {kind!r}, which is not supported", param=where)
+        raise BadRequest(
+            f"{where} is of type {kind!r}, which is not supported; leave it out, or send a function_call "
+            "and its function_call_output",
+            param=where,
+        )
     role = "system" if item.get("role") == "developer" else item.get("role")
     if role not in ("system", "user"):
         raise BadRequest(
             f"{where}.role {role!r} must be user, assistant, system or developer", param=where
         )
-    return Message(role, text_of(item.get("content"), where, TEXT_PARTS))
+    image_kind = IMAGE_PART if role in WITH_IMAGES else None
+    both = content_of(item.get("content"), where, TEXT_PARTS, image_kind=image_kind)
+    return Message(role, both.text, images=both.images)
 
 
 def _tools(
@@ -391,6 +434,8 @@ def _found_tools(
     for place, item in enumerate(raw_input if isinstance(raw_input, list) else ()):
         if isinstance(item, Mapping) and item.get("type") == tool_search.OUTPUT:
             where = f"input[{place}].tools"
+            if list(custom_tools.custom_names(item.get("tools"))):
+                raise BadRequest(f"{where} has a custom tool; send it in tools", param=where)
             add(*_functions(item.get("tools") or [], where), where)
     return tuple(all_found), all_namespaces
 
@@ -424,9 +469,10 @@ def _functions(raw_tools: object, field: str) -> tuple[tuple[Tool, ...], dict[st
                 tools.append(function)
         else:
             tools.append(_function(tool, where))
-    names = [name_of(tool) for tool in tools]
+    names = Counter(map(name_of, tools))
+    custom_tools.check_names(names.elements(), custom_tools.custom_names(raw_tools))
     for name in (*namespaces, tool_search.NAME):
-        if names.count(name) > 1:
+        if names[name] > 1:
             kind = f"in namespace {namespaces[name]!r}" if name in namespaces else "a search"
             raise BadRequest(
                 f"two tools have the name {name!r}, one of them {kind}; send one", param=field
@@ -435,11 +481,15 @@ def _functions(raw_tools: object, field: str) -> tuple[tuple[Tool, ...], dict[st
 
 
 def _function(tool: object, where: str) -> Tool:
-    """Convert a function. Raises BadRequest."""
+    """Convert a function or a custom tool. Raises BadRequest."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if not isinstance(tool, Mapping) or kind != "function" or not isinstance(tool.get("name"), str):
+    kinds = ("function", custom_tools.KIND)
+    name = tool.get("name") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or kind not in kinds or not (name and isinstance(name, str)):
         raise BadRequest(
             f"{where} is of type {kind!r}; send a function with a name in its place",
             param="tools",
         )
+    if kind == custom_tools.KIND:
+        return custom_tools.custom_function(tool)
     return function_tool(tool, tool.get("parameters"))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
-from rlpost.types import FinishReason, Sample
+from rlpost.types import FinishReason, ImageSpan, Sample
 
 NO_VERSION = -1
 """Entry of ``Trajectory.versions`` for a token that no engine sampled."""
@@ -63,6 +63,7 @@ class Trajectory:
         versions: policy version that sampled the token, ``NO_VERSION`` for others.
         routes: experts of the first tokens, see ``rlpost.types.Sample``; None if not recorded.
         sampling_mask: the ids that each token was sampled from; None if not recorded.
+        images: the images in it, in order.
         turns: the answers in it, in order; at least one is trained here.
         cause: why it did not extend another trajectory, for the record of the episode.
         has_tools: its first request offered tools.
@@ -80,6 +81,7 @@ class Trajectory:
     has_answers: bool = False
     routes: RouteColumn | None = None
     sampling_mask: TokenSetColumn | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -127,6 +129,7 @@ class Trajectory:
             version_spans=spans if len(spans) > 1 else (),
             routes=self.routes,
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[start:],
+            images=self.images,
         )
 
 

@@ -1,9 +1,10 @@
-"""Read what engines wrote for a request: the text, the calls, and how it ended."""
+"""Have engines write the answer to a request, and read it: the text, the calls, how it ended."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rlpost.extensions.agents.answer_parsing import Parsed, parse_answer
 from rlpost.extensions.agents.chat_messages import Message, ToolCall
@@ -12,7 +13,7 @@ from rlpost.extensions.agents.policy import Policy
 from rlpost.extensions.agents.requests import AnswerEnd, ChatChoice, ChatRequest
 from rlpost.extensions.agents.trajectory import AnsweredTurn
 from rlpost.rollout.response_builder import ResponseBuilder
-from rlpost.types import Sample
+from rlpost.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,38 @@ class WrittenAnswer:
     answer_text: str
     stop_text: str
 
+    @property
+    def call_ids(self) -> list[str]:
+        """The ids of its calls."""
+        return self.choice.message.call_ids
+
+
+async def write_answer(
+    make_builder: Callable[..., ResponseBuilder],
+    prompt: Prompt,
+    plan: RequestPlan,
+    so_far: Sample | None,
+    *,
+    stop: tuple[str, ...],
+    limit: int,
+) -> ResponseBuilder:
+    """Generate one answer, in the event loop of the connection.
+
+    ``make_builder`` takes a prompt and the keyword ``so_far``. ``prompt`` names the episode;
+    ``so_far`` is the sequence that ``plan`` extends. ``limit``: tokens of the answer.
+    """
+    prompt_ids, images = plan.added_ids, plan.added_images
+    if so_far is not None:
+        prompt_ids, length = so_far.prompt_ids, len(so_far.prompt_ids)
+        images = tuple(span for span in so_far.images if span.end <= length)
+    builder = make_builder(replace(prompt, token_ids=prompt_ids, images=images), so_far=so_far)
+    if so_far is not None:
+        # Ends the earlier turn, which is complete: the next ``write`` would continue it.
+        await builder.write(max_new_tokens=0)
+        builder.insert_ids(plan.added_ids, plan.added_images)
+    await builder.write(stop=stop, max_new_tokens=limit)
+    return builder
+
 
 def read_answer(
     builder: ResponseBuilder,
@@ -48,12 +81,14 @@ def read_answer(
     began and ended, in Unix seconds.
     """
     sample, start = builder.sample(), plan.num_tokens
-    own = sample.response_ids[start - len(sample.prompt_ids) :]
+    turn_ids = sample.response_ids[start - len(sample.prompt_ids) :]
     own_logprobs = sample.rollout_logprobs[start - len(sample.prompt_ids) :]
     stopped_at = builder.stopped_at
-    ended_by_token = isinstance(stopped_at, int) and len(own) > 0 and own[-1] == stopped_at
-    answer_text = policy.template.decode_all(own[:-1] if ended_by_token else own)
-    stop_text = policy.template.decode_all(own[-1:]) if ended_by_token else ""
+    ended_by_token = (
+        isinstance(stopped_at, int) and len(turn_ids) > 0 and turn_ids[-1] == stopped_at
+    )
+    answer_text = policy.template.decode_all(turn_ids[:-1] if ended_by_token else turn_ids)
+    stop_text = policy.template.decode_all(turn_ids[-1:]) if ended_by_token else ""
     text = builder.text
     if policy.marks_are_special:
         text = answer_text
@@ -64,12 +99,12 @@ def read_answer(
         ToolCall(f"{call_ids}_{place}", each.name, each.arguments)
         for place, each in enumerate(parsed.calls)
     )
-    ended_by: AnswerEnd = "length" if builder.finish_reason == "length" else "stop"
-    if calls:
-        ended_by = "tool_calls"
+    ended_by: AnswerEnd = "tool_calls" if calls else "stop"
+    if builder.finish_reason == "length":  # the calls may be half of those that were meant
+        ended_by = "length"
     turn = AnsweredTurn(
         start=start,
-        end=start + len(own),
+        end=start + len(turn_ids),
         request=number,
         text=text,
         finish_reason=builder.finish_reason,
@@ -79,7 +114,7 @@ def read_answer(
     )
     message = Message("assistant", parsed.content, parsed.reasoning, calls)
     stop = stopped_at if isinstance(stopped_at, str) else None
-    choice = ChatChoice(message, ended_by, stop, own, own_logprobs)
+    choice = ChatChoice(message, ended_by, stop, turn_ids, own_logprobs)
     return WrittenAnswer(choice, sample, turn, answer_text, stop_text)
 
 

@@ -91,8 +91,8 @@ def read(path: Path, words: Sequence[str]) -> Source:
         if one.key == "--config-name" and not one.is_needless
     ]
     stack = VERL if name == "verl" else NEMO_RL
-    own = _source(stack, where, entries, problems)
-    return Source(own.stack, where, (*own.given, *odd), own.absent, own.problems)
+    source = _source(stack, where, entries, problems)
+    return Source(source.stack, where, (*source.given, *odd), source.absent, source.problems)
 
 
 def _split(words: Sequence[str]) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -127,8 +127,8 @@ def _read(path: Path, values: Values) -> None:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError("no table of keys and values; give a YAML file of NeMo-RL or verl")
-        own: list[tuple[str, Entry]] = []
-        _flatten(loader, node, "", own, 0)
+        entries: list[tuple[str, Entry]] = []
+        _flatten(loader, node, "", entries, 0)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}"
@@ -143,7 +143,7 @@ def _read(path: Path, values: Values) -> None:
         raise ConfigError(f"{shown}, {error}") from None
     finally:
         loader.dispose()
-    bases = dict(own).get("defaults", Entry([])).value
+    bases = dict(entries).get("defaults", Entry([])).value
     for base in bases if isinstance(bases, list) else [bases]:
         if not isinstance(base, str) or base == "_self_":
             continue
@@ -157,7 +157,7 @@ def _read(path: Path, values: Values) -> None:
             raise ConfigError(
                 f"{shown}: defaults: {base}: no such file, and it decides all other keys; copy it beside"
             )
-    for key, entry in own:
+    for key, entry in entries:
         if key != "defaults":
             values.put(key, entry)
 

@@ -15,7 +15,7 @@ EXTENSION = Extension(
         "judge-agreement": Verb(
             "rlpost.extensions.judge.agreement:main",
             "how often a judge agrees with labels of people (--min-agreement)",
-            after="compare",
+            after="journal",
         )
     },
 )

@@ -122,7 +122,9 @@ def read_judge(path: str | Path) -> JudgeFile:
     )
 
 
-def _table(where: str, values: Mapping[str, Any], name: str, keys: Iterable[str]) -> dict[str, Any]:
+def _table(
+    where: str, values: Mapping[str, object], name: str, keys: Iterable[str]
+) -> dict[str, Any]:
     table = values.get(name, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: {name} = {table!r}; write a table [{name}]")
@@ -144,8 +146,8 @@ def _template(where: str, template: object, kind: str) -> str:
             f'{where}: a judge needs a template, the question to it: template = """... {{prompt}} ... '
             f'{{{"answer" if kind == "grade" else "answer_a"}}} ..."""'
         )
-    of_answer = OF_GRADE if kind == "grade" else OF_PAIR
-    known = (*OF_PROMPT, *of_answer)
+    grammar = OF_GRADE if kind == "grade" else OF_PAIR
+    known = (*OF_PROMPT, *grammar)
     names = set[str]()
     for match in _FIELD.finditer(template):
         name = match[1]

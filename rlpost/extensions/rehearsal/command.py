@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from common.jit_caches import jit_cache_environment
 from rlpost.cli.command_line import make_parser
-from rlpost.cli.plan import EXIT_NO_FIT, add_gpus, parse_size, read_planned_recipe
+from rlpost.cli.planned_gpus import EXIT_NO_FIT, add_gpus, parse_size, read_planned_recipe
 from rlpost.config.arguments import add_switch
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.checks.layout import layout_problems
@@ -132,7 +132,7 @@ def text(result: RehearsalResult) -> str:
         lines.append(f"{answer:<10}{one.name} ({one.extent})")
         lines += [f"          {fault}" for fault in one.faults[:5]]
     most = fullest(result)
-    rehearsed_count, of_step = result.micro_batches
+    rehearsed_count, step_count = result.micro_batches
     lines += ["", *bars(result), ""]
     lines.append(
         f"rank {most.rank} is the fullest: {gb(most.highest)}; rlpost plan says "
@@ -145,8 +145,10 @@ def text(result: RehearsalResult) -> str:
             f"ranks {shortened(result.ran)} ran, two of each of {len(result.classes)} classes of equal "
             "ranks, and agreed; --all-ranks runs the others too"
         )
-    if rehearsed_count < of_step:
-        lines.append(f"{rehearsed_count} of the {of_step} micro-batches of a step were rehearsed")
+    if rehearsed_count < step_count:
+        lines.append(
+            f"{rehearsed_count} of the {step_count} micro-batches of a step were rehearsed"
+        )
     lines.append(f"{result.seconds:.0f} s, {gb(result.peak_host_bytes)} of memory")
     if result.first_fault is not None:
         lines.append(f"first fault: {result.first_fault}")

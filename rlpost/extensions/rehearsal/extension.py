@@ -7,7 +7,7 @@ EXTENSION = Extension(
     verbs={
         "rehearse": Verb(
             "rlpost.extensions.rehearsal.command:main",
-            "run every rank for one step without GPUs: hangs, weights, checkpoint, memory",
+            "run every rank for one step without GPUs: hangs, memory, placement",
             takes_settings=True,
             after="plan",
         )

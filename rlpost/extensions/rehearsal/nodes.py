@@ -60,10 +60,10 @@ def placement_problems(config: Config, placement: Placement) -> Iterator[str]:
     tensor = layout_of(config).tensor
     if tensor <= per_node:
         for first in range(0, len(nodes), tensor):
-            if len(of_group := set(nodes[first : first + tensor])) > 1:
+            if len(group_nodes := set(nodes[first : first + tensor])) > 1:
                 yield (
                     f"the tensor-parallel ranks {first} to {first + tensor - 1} are on "
-                    f"{counted(len(of_group), 'node')}; they fit on one"
+                    f"{counted(len(group_nodes), 'node')}; they fit on one"
                 )
     used = Counter(nodes)
     per_engine = config.cluster.rollout_num_gpus_per_engine

@@ -20,6 +20,7 @@ from rlpost.extensions.slime.filters import (
     SlimeGrader,
 )
 from rlpost.extensions.slime.rewards import slime_reward
+from rlpost.tasks.reward.grader import Grader
 
 
 class SlimeAdapters(plugin.Adapters):
@@ -48,13 +49,13 @@ class SlimeAdapters(plugin.Adapters):
         """Set the address of the first engine, which stands for all."""
         args.connected(url, api_key)
 
-    def grader(self, grader: Any, wanted: object) -> Any:
+    def grader(self, grader: Any, wanted: object) -> Grader:
         """Keep the prompts of graded groups if the filter is slime's."""
         return SlimeGrader(grader, wanted) if isinstance(wanted, SlimeFilter) else grader
 
     def adapt(
-        self, kind: Kind, function: Callable[..., Any], args: Any, **options: object
-    ) -> Callable[..., Any]:
+        self, kind: Kind, function: Callable[..., object], args: Any, **options: object
+    ) -> Callable[..., object]:
         """Wrap a function. ``evaluation`` is an option of generate functions."""
         if kind == "generate":
             from rlpost.extensions.slime.generate import (

@@ -15,15 +15,17 @@ import inspect
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from common.addresses import http_url
 from rlpost.algorithm.signatures import EVALUATION, takes_evaluation
 from rlpost.columns import FloatColumn, IntColumn, RouteColumn, RunColumn, TokenSetColumn
-from rlpost.engines.answer_routes import Read, routes_of
 from rlpost.engines.connection import Halted
+from rlpost.engines.routes import RouteFormat
 from rlpost.errors import ConfigError, RolloutError
 from rlpost.extensions.slime.arguments import Arguments
 from rlpost.extensions.slime.engines import (
@@ -177,11 +179,11 @@ def _routes(tokens: Sequence[int], length: int, engines: Engines) -> RouteColumn
     if form is None:
         return None
     read = [
-        Read(written.request_ids, written.token_ids, written.routes)
+        _Read(written.request_ids, written.token_ids, written.routes)
         for written in engines.written
         if written.routes is not None
     ]
-    return routes_of(tokens, prompt_length=len(tokens) - length, read=read, form=form)
+    return _routes_of(tokens, prompt_length=len(tokens) - length, read=read, form=form)
 
 
 def _found(response: list[int], written: Sequence[EngineOutput]) -> list[tuple[float, int] | None]:
@@ -293,3 +295,35 @@ def _lists(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _lists(entry) for key, entry in value.items()}
     return [_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Input and output tokens of one request, with the routes of all but the last token."""
+
+    request_ids: IntColumn
+    token_ids: IntColumn
+    routes: RouteColumn
+
+
+def _routes_of(
+    token_ids: Sequence[int], *, prompt_length: int, read: Iterable[_Read], form: RouteFormat
+) -> RouteColumn:
+    """Return the routes of a sequence that a function assembled from several requests.
+
+    A token has the routes of the first request that read it after the same prefix. The trainer
+    routes response tokens that no engine generated, and tokens that no engine read.
+    """
+    ids = IntColumn.of(token_ids).array
+    column = form.unknown(0)
+    is_generated = np.arange(len(ids)) < prompt_length
+    for one in read:
+        theirs = np.concatenate([one.request_ids.array, one.token_ids.array])
+        length = min(len(ids), len(theirs))
+        differs = theirs[:length] != ids[:length]
+        num_equal = int(differs.argmax()) if differs.any() else length
+        is_generated[len(one.request_ids) : num_equal] = True
+        column = RouteColumn.joined([column, one.routes[len(column) : num_equal]])
+    array = column.array.copy()
+    array[~is_generated[: len(array)]] = np.iinfo(array.dtype).max
+    return RouteColumn(array)

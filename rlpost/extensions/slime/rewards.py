@@ -7,7 +7,6 @@ async or not. Output: a function with rlpost's interface, for the grading proces
 from __future__ import annotations
 
 import asyncio
-import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -19,12 +18,8 @@ from rlpost.errors import ConfigError
 from rlpost.extensions.slime.arguments import Arguments
 from rlpost.extensions.slime.sample import Sample, shown
 from rlpost.tasks.reward.answer_extraction import last_boxed
-from rlpost.tasks.reward.dapo import GRADED_CHARACTERS, RIGHT, dapo, normalized
-from rlpost.tasks.reward.deepscaler import deepscaler
 from rlpost.tasks.reward.engine_reward import RemoteReward
-from rlpost.tasks.reward.f1 import f1, words
-from rlpost.tasks.reward.gpqa import gpqa
-from rlpost.tasks.reward.registry import REMOTE, reward_function
+from rlpost.tasks.reward.registry import REMOTE, part_of, reward_function
 from rlpost.types import Prompt
 from rlpost.types import Sample as Answer
 
@@ -55,8 +50,12 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> float:
     name = str(metadata.get("rm_type") or args.rm_type).strip()
     if name == REMOTE:
         return await _remote(args, sample)
-    label = None if sample.label is None else str(sample.label)
-    return await asyncio.to_thread(reward_function(name), sample.response, label, metadata)
+    return await asyncio.to_thread(_score, name, sample.response, sample.label, metadata)
+
+
+def _score(name: str, response: str, label: object, metadata: Mapping[str, object]) -> float:
+    text = None if label is None else str(label)
+    return reward_function(name)(response, text, metadata)
 
 
 async def batched_async_rm(
@@ -108,9 +107,9 @@ def dapo_score(
         pred = last_boxed(solution_str[-BOX_WITHIN:])
         is_right = pred == ground_truth
     else:
-        is_right = dapo(solution_str, ground_truth, {}) == RIGHT
-        answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", solution_str[-GRADED_CHARACTERS:])
-        pred = normalized(answers[-1]) if answers else INVALID
+        is_right = _score("dapo", solution_str, ground_truth, {}) > 0
+        answer = part_of("dapo", "graded_answer")(solution_str)
+        pred = INVALID if answer is None else answer
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
 
@@ -121,21 +120,22 @@ def extract_answer(passage: str) -> str | None:
 
 def deepscaler_reward(response: str, label: object) -> int:
     """Return 1 or 0, like --rm-type deepscaler."""
-    return int(deepscaler(response, None if label is None else str(label), {}))
+    return int(_score("deepscaler", response, label, {}))
 
 
 def gpqa_reward(
     response: str, label: object, metadata: Mapping[str, object] | None = None
 ) -> float:
     """Return 1 or 0, like --rm-type gpqa."""
-    return gpqa(response, None if label is None else str(label), metadata or {})
+    return _score("gpqa", response, label, metadata or {})
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
     """Return F1, precision and recall over words, like --rm-type f1."""
-    value = 0.0 if prediction is None else f1(prediction, ground_truth, {})
+    value = 0.0 if prediction is None else _score("f1", prediction, ground_truth, {})
     if prediction is None or not value:
         return 0.0, 0.0, 0.0
+    words = part_of("f1", "words")
     given, wanted = len(words(prediction)), len(words(ground_truth))
     shared = value * (given + wanted) / 2
     return value, shared / given, shared / wanted

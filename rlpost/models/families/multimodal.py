@@ -19,6 +19,8 @@ from rlpost.models.names import Layout, Rule, of_all_experts, renamed
 
 LANGUAGE = "model.language_model."
 """Prefix of the language model's weights since transformers 4.52."""
+OLDER_PREFIXES = ("language_model.model.", "language_model.lm_head.")
+"""Of the language model before transformers 4.52, and of its output layer."""
 OLDER = ("vision_tower.", "multi_modal_projector.")
 """Prefixes of the weights beside ``language_model.model.``, the older names."""
 
@@ -27,8 +29,7 @@ def _published(
     text: Family,
     models: str,
     *,
-    language: str = LANGUAGE,
-    head: str = "lm_head.",
+    prefixes: tuple[str, str] = (LANGUAGE, "lm_head."),
     carried: tuple[str, ...] = ("model.visual.",),
     rules: tuple[Rule, ...] | None = None,
     defaults: Mapping[str, object] | None = None,
@@ -41,8 +42,8 @@ def _published(
     Args:
         text: the family of its language model.
         models: for the page of ``text``.
-        language: prefix of the language model's weights, ``model.`` in ``text``.
-        head: the same of its output layer, ``lm_head.`` in ``text``.
+        prefixes: of the language model's weights, ``model.`` in ``text``, and of its output layer,
+            ``lm_head.`` in ``text``.
         carried: prefixes of the weights that are not trained.
         rules: those of published folders, which store experts in another way than ``text``.
         defaults: keys that ``text_config`` may leave out, sizes included.
@@ -51,11 +52,12 @@ def _published(
         vision: the encoder of images, if the trainer runs it.
     """
 
-    prefixes = {"model.": language, "lm_head.": head}
+    language, head = prefixes
+    names = {"model.": language, "lm_head.": head}
 
     def prefixed(each: tuple[Rule, ...]) -> tuple[Rule, ...]:
         return tuple(
-            replace(rule, hugging_face=tuple(renamed(name, prefixes) for name in rule.hugging_face))
+            replace(rule, hugging_face=tuple(renamed(name, names) for name in rule.hugging_face))
             for rule in each
         )
 
@@ -63,7 +65,7 @@ def _published(
         text,
         rules=prefixed(rules or text.rules),
         other_rules=prefixed(text.rules) if rules else (),
-        renamed=prefixes,
+        renamed=names,
         models=models,
         carried=carried,
         vision=vision,
@@ -100,6 +102,11 @@ def _tower(name: str, kind: str, *, has_deep_features: bool = False) -> Vision:
     return Vision(f"{name}.modeling_{name}.{kind}VisionModel", has_deep_features)
 
 
+def _glm_tower(name: str, kind: str) -> Vision:
+    """The same for the encoder of GLM-V, and positions in chunks."""
+    return replace(_tower(name, kind), interleaved_mrope=False, layers="glm")
+
+
 _MOE_3 = qwen.FAMILIES["Qwen3MoeForCausalLM"]
 _MOE_3_5 = qwen_hybrid.FAMILIES["Qwen3_5MoeForCausalLM"]
 
@@ -126,17 +133,33 @@ FAMILIES: dict[str, Family] = {
         rules=_stacked(_MOE_3.rules, "transposed_gated", "transposed"),
         vision=_tower("qwen3_vl_moe", "Qwen3VLMoe", has_deep_features=True),
     ),
+    "Qwen2_5_VLForConditionalGeneration": _published(
+        qwen.FAMILIES["Qwen2ForCausalLM"],
+        "Qwen2.5-VL 3B to 72B",
+        prefixes=("model.", "lm_head."),
+        carried=("visual.",),
+        vision=Vision(
+            "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+            prefix="visual.",
+            interleaved_mrope=False,
+            layers="gated",
+        ),
+        defaults={"max_window_layers": 80},
+    ),
     "Glm4vForConditionalGeneration": _published(
-        glm.FAMILIES["Glm4ForCausalLM"], "GLM-4.1V-9B, GLM-4.6V-Flash"
+        glm.FAMILIES["Glm4ForCausalLM"],
+        "GLM-4.1V-9B, GLM-4.6V-Flash",
+        vision=_glm_tower("glm4v", "Glm4v"),
     ),
     "Glm4vMoeForConditionalGeneration": _published(
-        glm.FAMILIES["Glm4MoeForCausalLM"], "GLM-4.5V, GLM-4.6V"
+        glm.FAMILIES["Glm4MoeForCausalLM"],
+        "GLM-4.5V, GLM-4.6V",
+        vision=_glm_tower("glm4v_moe", "Glm4vMoe"),
     ),
     "Gemma3ForConditionalGeneration": _published(
         gemma.FAMILIES["Gemma3ForCausalLM"],
         "Gemma-3 4B, 12B, 27B",
-        language="language_model.model.",
-        head="language_model.lm_head.",
+        prefixes=OLDER_PREFIXES,
         carried=OLDER,
         defaults=_GEMMA3,
         tied_by_default=True,
@@ -146,15 +169,20 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": _published(
         llama.FAMILIES["MistralForCausalLM"],
         "Mistral-Small-3.1 and 3.2",
-        language="language_model.model.",
-        head="language_model.lm_head.",
+        prefixes=OLDER_PREFIXES,
         carried=OLDER,
     ),
     "KimiK25ForConditionalGeneration": _published(
         deepseek.FAMILIES["DeepseekV3ForCausalLM"],
         "Kimi-K2.5, K2.6 in bfloat16 or FP8 blocks",
-        language="language_model.model.",
-        head="language_model.lm_head.",
+        prefixes=OLDER_PREFIXES,
         carried=("vision_tower.", "mm_projector."),
     ),
 }
+WITH_ADAPTERS = (
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+"""Families whose adapters are tested with images."""
+FAMILIES |= {name: replace(FAMILIES[name], adapters=True) for name in WITH_ADAPTERS}

@@ -128,6 +128,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_DEFAULTS | EXPERTS | {"norm_topk_prob": True},
         refused=("attention_bias",),
         carries_extra_layers=True,
+        engines_lack_nested_rotary_factor=True,
     ),
     "Qwen3_5ForCausalLM": Family(
         rules=(*_OF_3_5, *names.DENSE_MLP),
@@ -138,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_DEFAULTS,
         refused=("attention_bias",),
         carries_extra_layers=True,
+        engines_lack_nested_rotary_factor=True,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         rules=(*_OF_3_5, *names.EXPERTS, *names.GATED_SHARED_EXPERT),
@@ -149,5 +151,6 @@ FAMILIES: dict[str, Family] = {
         defaults=_DEFAULTS,
         refused=("attention_bias",),
         carries_extra_layers=True,
+        engines_lack_nested_rotary_factor=True,
     ),
 }

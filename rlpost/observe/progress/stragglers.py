@@ -87,15 +87,20 @@ class Stragglers:
         A rank without a measurement or without work has no score in this step.
         """
         paces = {
-            rank: own / amount
-            for rank, (own, amount) in enumerate(zip(seconds, work, strict=True))
-            if own > 0.0 and amount > 0.0
+            rank: rank_seconds / amount
+            for rank, (rank_seconds, amount) in enumerate(zip(seconds, work, strict=True))
+            if rank_seconds > 0.0 and amount > 0.0
         }
         self._ranks.add(paces)
-        of_host: dict[str, list[float]] = {}
+        host_seconds: dict[str, list[float]] = {}
         for rank, pace in paces.items():
-            of_host.setdefault(self._hosts[rank], []).append(pace)
-        self._nodes.add({host: sum(own) / len(own) for host, own in of_host.items()})
+            host_seconds.setdefault(self._hosts[rank], []).append(pace)
+        self._nodes.add(
+            {
+                host: sum(rank_seconds) / len(rank_seconds)
+                for host, rank_seconds in host_seconds.items()
+            }
+        )
         return self._proposed()
 
     def ranks(self) -> dict[int, Score]:

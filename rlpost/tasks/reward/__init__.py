@@ -1,1 +1,1 @@
-"""Reward functions by name, and the processes that run them."""
+"""Grading: rewards by name, of users, of servers and of models, and the processes that run them."""

@@ -26,18 +26,6 @@ def after_thinking(response: str) -> str:
     return "" if BEGIN_OF_THOUGHT in text else text
 
 
-def answer_after_thinking(response: str) -> str:
-    r"""Like ``after_thinking``, but return the last ``\boxed{...}`` of a truncated thought.
-
-    A box is an answer anywhere.
-    """
-    text = after_thinking(response)
-    if text:
-        return text
-    boxed = last_boxed(response.rpartition(END_OF_THOUGHT)[2])
-    return "" if boxed is None else f"\\boxed{{{boxed}}}"
-
-
 def last_boxed(response: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``.
 
@@ -51,11 +39,6 @@ def last_boxed(response: str) -> str | None:
         content = braced(response[start + len(command) :])
         return None if content is None or _is_alternative(response[:start], content) else content
     return None
-
-
-def has_box(response: str) -> bool:
-    """Whether a response has a box, closed or not."""
-    return any(command in response for command in BOXES)
 
 
 def _is_alternative(before: str, content: str) -> bool:

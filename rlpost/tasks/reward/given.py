@@ -44,13 +44,10 @@ class GivenRewards:
         return [rewards[position] for position in range(len(samples))]
 
     def grades_singly(self, prompt: Prompt) -> bool:
-        """See ``Grader``."""
         return self._grader.grades_singly(prompt)
 
     def counters(self) -> Mapping[str, float]:
-        """See ``Grader``."""
         return self._grader.counters()
 
     async def close(self) -> None:
-        """See ``Grader``."""
         await self._grader.close()

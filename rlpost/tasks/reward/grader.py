@@ -124,13 +124,11 @@ class InlineGrader:
         self._score = score
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """See ``Grader``."""
         return [
             float(self._score(sample.text, prompt.label, prompt.metadata)) for sample in samples
         ]
 
     def grades_singly(self, prompt: Prompt) -> bool:
-        """See ``Grader``."""
         return False  # it is fast
 
     def counters(self) -> Mapping[str, float]:
@@ -168,7 +166,6 @@ class RewardGrader:
         self._failures_in_a_row = 0
 
     async def grade(self, prompt: Prompt, samples: Sequence[Sample]) -> Rewards:
-        """See ``Grader``."""
         settings = self._settings
         if self._of_engines is not None:
             parts = [samples] if settings.group_rm else [[sample] for sample in samples]
@@ -209,7 +206,6 @@ class RewardGrader:
         return found
 
     async def close(self) -> None:
-        """See ``Grader``."""
         await self._pool.close()
         if self._own_engines is not None:
             await self._own_engines.close()

@@ -12,7 +12,6 @@ also when its parent has ended. The worker ends at the end of its input.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import logging
@@ -41,11 +40,6 @@ from rlpost.types import Prompt, Sample
 
 LENGTH = struct.Struct(">Q")
 MAX_MEMORY = 4 << 30  # bytes of address space for a reward by name; a user's function may need more
-LIBRARIES = {
-    "deepscaler": ("sympy", "pylatexenc.latex2text"),
-    "math": ("math_verify",),
-    "ifeval": ("langdetect",),
-}
 
 _LOST_CONNECTION = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError)
 """Not BrokenPipeError: a program under test that does not read its input causes it."""
@@ -68,8 +62,6 @@ def scorer(kind: str, name: str, settings: Mapping[str, Any]) -> Score:
         ImportError: a library that the reward needs is not installed.
     """
     if kind == "rm":
-        for library in LIBRARIES.get(name.removeprefix("boxed_"), ()):
-            importlib.import_module(library)
         score = reward_function(name)
 
         def by_name(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from megatron.core.transformer import ModuleSpec
@@ -19,6 +20,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from rlpost.config.tree import Config
+from rlpost.errors import CheckpointError
 from rlpost.trainer.lora.linear import AdaptedLinear, AdapterPlan, with_adapter
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.low_rank import LowRank, is_adapter
@@ -176,3 +178,22 @@ def checkpoint_settings(config: Config) -> dict[str, object] | None:
         "lora_alpha": config.lora.lora_alpha,
         "lora_targets": sorted(config.lora.lora_targets),
     }
+
+
+def check_stored(folder: str | Path, stored: object, lora: Mapping[str, object] | None) -> None:
+    """Raise CheckpointError if a checkpoint has other adapters than the model."""
+    if stored == lora:
+        return
+    if stored is None:
+        raise CheckpointError(
+            f"{folder} has no LoRA adapters, and --lora-rank asks for them; use --ref-load to start from its weights, "
+            "or --lora-rank none"
+        )
+    if lora is None:
+        raise CheckpointError(
+            f"{folder} has the LoRA adapters of {stored} and no weights of a model; use these settings and the same "
+            "--hf-checkpoint or --ref-load, or merged weights that --save-hf exported"
+        )
+    raise CheckpointError(
+        f"{folder} has LoRA adapters of {stored}, but the settings are {dict(lora)}; use those of the checkpoint"
+    )

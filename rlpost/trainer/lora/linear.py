@@ -26,6 +26,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -75,7 +76,7 @@ class AdaptedLinear:
     is_expert: bool
     sequence_parallel: bool
     training: bool
-    tp_group: Any
+    tp_group: dist.ProcessGroup
 
     def add_adapter(self) -> None:
         """Create the factors if the layer is a target."""
@@ -100,7 +101,9 @@ class AdaptedLinear:
         update = self._expert_update(hidden) if self.is_expert else self._dense_update(hidden)
         return self.plan.alpha / self.plan.rank * update
 
-    def adapter_state(self, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
+    def adapter_state(
+        self, prefix: str, offsets: tuple[object, ...], metadata: Any
+    ) -> dict[str, object]:
         """The factors in Megatron's sharded form; their shards are those of the weight."""
         if self.low_rank is None:
             return {}
@@ -171,14 +174,14 @@ def with_adapter(linear: type[torch.nn.Module], plan: AdapterPlan) -> type[torch
 
     class WithAdapter(linear, AdaptedLinear):  # type: ignore[misc,valid-type]
         def __init__(
-            self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+            self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object
         ) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.plan, self.is_column = plan, issubclass(linear, ColumnParallelLinear)
             self.add_adapter()
 
         def forward(
-            self, hidden: torch.Tensor, *args: Any, **kwargs: Any
+            self, hidden: torch.Tensor, *args: object, **kwargs: object
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             output, bias = super().forward(hidden, *args, **kwargs)
             if self.low_rank is None or not self.adapter_is_on:
@@ -186,8 +189,11 @@ def with_adapter(linear: type[torch.nn.Module], plan: AdapterPlan) -> type[torch
             return output + self.adapter_output(hidden), bias
 
         def sharded_state_dict(
-            self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-        ) -> dict[str, Any]:
+            self,
+            prefix: str = "",
+            sharded_offsets: tuple[object, ...] = (),
+            metadata: object = None,
+        ) -> dict[str, object]:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
             return state | self.adapter_state(prefix, sharded_offsets, metadata)
 

@@ -65,7 +65,7 @@ class HostBuffer:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def give_back(self, slot: torch.Tensor) -> None:
-        """Return a slot to the buffer."""
+        """Return a slot [slot_bytes] to the buffer."""
         self._free.append(slot)
 
 

@@ -87,7 +87,6 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return self.numel * self.shard.dtype.itemsize
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,10 @@ def state_shards(
 def states_of(
     optimizer: MegatronOptimizer, regions: Regions, written: set[torch.Tensor]
 ) -> list[Shard]:
-    """Return what this rank writes of the optimizer; ``written`` is from ``written_states``."""
+    """Return what this rank writes of the optimizer.
+
+    ``written``: the parameters, of any shape, that ``written_states`` returned.
+    """
     shards: list[Shard] = []
     for state in optimizer_state.parameter_states(optimizer):
         found = regions[state.parameter]
@@ -128,7 +131,7 @@ def written_states(optimizer: MegatronOptimizer | None, regions: Regions) -> set
         parameters = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
         flags: list[list[bool]] = [[]] * group.size()
         dist.all_gather_object(flags, [main[parameter] for parameter in parameters], group=group)
-        for parameter, *of_ranks in zip(parameters, *flags, strict=True):
-            if any(of_ranks):
+        for parameter, *rank_flags in zip(parameters, *flags, strict=True):
+            if any(rank_flags):
                 written.add(parameter)
     return written

@@ -4,8 +4,8 @@ Input: the packed rows of a micro-batch, which name its images by their hash. Ou
 the features of images, and hidden states of the first layers with their deep features. Pixels are
 read from the run folder by each rank of the first pipeline stage; they are never in a batch.
 
-Invariant: an image has the same features in all passes and micro-batches, since the encoder is
-frozen and runs on one image at a time.
+Invariant: an image has the same features in all passes and micro-batches with the same weights,
+since the encoder runs on one image at a time. They are kept while the encoder is frozen.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rlpost.trainer import device, parallel
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.shared_rows import Arguments, RowParams
 from rlpost.trainer.vision.tower import Grid, Tower
+from rlpost.trainer.vision.trained import attach, put_features, with_gradients
 from rlpost.trainer.weights.importer import HuggingFaceFolder
 from rlpost.types import ImageSpan
 
@@ -48,7 +49,13 @@ def build_images(
         return None
     vision = description.family.vision
     assert vision is not None, "checked with the layout"
-    tower = Tower(vision, description.hf_config, device.weight_dtype(config.perf.bf16))
+    tower = Tower(
+        vision,
+        description.hf_config,
+        device.weight_dtype(config.perf.bf16),
+        which=config.optimizer.vision_tower,
+        recompute=config.perf.recompute_granularity == "full",
+    )
 
     def pixels_of(digest: str) -> tuple[np.ndarray, Grid]:
         assert run_folder is not None, "the ranks of a run have its folder"
@@ -72,13 +79,18 @@ class Images:
         self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # the last used is the last
         self._kept_bytes = 0
 
-    def read_weights(self, folder: str | Path) -> None:
+    def read_weights(self, folder: str | Path, *, untrained_alone: bool = False) -> None:
         """Load the encoder's weights from a Hugging Face folder; see ``Tower.read_weights``."""
-        self.tower.read_weights(HuggingFaceFolder(folder))
+        self.tower.read_weights(HuggingFaceFolder(folder), untrained_alone=untrained_alone)
         self.forget()
 
     def install(self, chunk: GPTModel) -> None:
-        """Add the features of images in every forward pass of the model's first chunk."""
+        """Add the features of images in every forward pass of the model's first chunk.
+
+        What is trained of the encoder becomes a part of the chunk.
+        """
+        if self.tower.trained is not None:
+            attach(self.tower.trained, chunk)
         chunk.register_forward_pre_hook(self._embed, with_kwargs=True)
         for number in range(self.tower.num_deep_layers):
             # A layer that is recomputed adds them again, from the parameters of its micro-batch.
@@ -95,7 +107,12 @@ class Images:
             ImageError: a file is missing or damaged.
             DataError: an image has other patches than its span says.
         """
-        return torch.cat([device.on_device(self._features_of(image)) for image in images])
+        part = self.tower.trained
+        if part is None:
+            return torch.cat([device.on_device(self._features_of(image)) for image in images])
+        if not torch.is_grad_enabled():
+            return self._all_encoded(images)
+        return with_gradients(lambda: self._all_encoded(images), part)
 
     def forget(self) -> None:
         """Drop the features that are kept."""
@@ -106,20 +123,24 @@ class Images:
         """[tokens, 1 + deep layers, hidden], in host memory."""
         features = self._kept.get(image.hash)
         if features is None:
-            values, grid = self._pixels_of(image.hash)
-            if grid != image.grid:
-                raise DataError(
-                    f"image {image.hash} has {grid} patches now and had {image.grid} when its prompt was "
-                    "tokenized; keep the processor of the model folder and --image-max-pixels"
-                )
-            features = self._keep(image.hash, self.tower.encode(values, grid))
-        else:
-            self._kept.move_to_end(image.hash)
-        if features.size(0) != image.num_tokens:
+            return self._keep(image.hash, self._encoded(image))
+        self._kept.move_to_end(image.hash)
+        return _checked(features, image)
+
+    def _all_encoded(self, images: Sequence[ImageSpan]) -> torch.Tensor:
+        if not images:
+            return self.tower.no_features()
+        return torch.cat([self._encoded(image) for image in images])
+
+    def _encoded(self, image: ImageSpan) -> torch.Tensor:
+        """[tokens, 1 + deep layers, hidden], on the device of the encoder."""
+        values, grid = self._pixels_of(image.hash)
+        if grid != image.grid:
             raise DataError(
-                f"image {image.hash} has {features.size(0)} features for {image.num_tokens} tokens"
+                f"image {image.hash} has {grid} patches now and had {image.grid} when its prompt was "
+                "tokenized; keep the processor of the model folder and --image-max-pixels"
             )
-        return features
+        return _checked(self.tower.encode(values, grid), image)
 
     def _keep(self, digest: str, features: torch.Tensor) -> torch.Tensor:
         """Keep features within the bound, and return them in host memory."""
@@ -134,19 +155,34 @@ class Images:
         self, chunk: GPTModel, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]
     ) -> Arguments:
         """Compute the embeddings of a row, and replace those of images by their features."""
-        params = kwargs["packed_seq_params"]
-        if not isinstance(params, RowParams) or params.images is None:
+        params, part = kwargs["packed_seq_params"], self.tower.trained
+        images = params.images if isinstance(params, RowParams) else None
+        gives_gradients = part is not None and torch.is_grad_enabled()
+        if images is None and not gives_gradients:
             return args, kwargs
         ids, positions, *_ = args
         embedded = chunk.embedding(input_ids=ids, position_ids=positions)  # [T (/ tp), 1, hidden]
-        rows, features = params.images.rows, params.images.features
+        spans: Sequence[ImageSpan] = ()
+        rows, features = [torch.empty(0, dtype=torch.int64, device=ids.device)] * 2
+        if images is not None:
+            spans, rows, features = images.images, images.rows, images.features
         if chunk.config.sequence_parallel:  # this rank has an equal part of the row
             begin = parallel.tensor_parallel_group().rank() * embedded.size(0)
             is_here = (rows >= begin) & (rows < begin + embedded.size(0))
             rows, features = rows[is_here] - begin, features[is_here]
-        of_rows = self.features(params.images.images)[features].to(embedded.dtype)
-        params.deep_features = rows, of_rows[:, 1:]
-        return args, {**kwargs, "decoder_input": embedded.index_put((rows,), of_rows[:, :1])}
+        image_features = self.features(spans)[features].to(embedded.dtype)
+        embedded, deep = put_features(embedded, rows, image_features)
+        if isinstance(params, RowParams):
+            params.deep_features = deep
+        return args, {**kwargs, "decoder_input": embedded}
+
+
+def _checked(features: torch.Tensor, image: ImageSpan) -> torch.Tensor:
+    if features.size(0) != image.num_tokens:
+        raise DataError(
+            f"image {image.hash} has {features.size(0)} features for {image.num_tokens} tokens"
+        )
+    return features
 
 
 def _add_deep_features(
@@ -160,6 +196,5 @@ def _add_deep_features(
     params = kwargs["packed_seq_params"]
     if not isinstance(params, RowParams) or params.deep_features is None:
         return output
-    rows, features = params.deep_features
     hidden, *others = output
-    return hidden.index_add(0, rows, features[:, number : number + 1]), *others
+    return params.deep_features.add(hidden, number), *others

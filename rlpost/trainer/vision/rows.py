@@ -71,7 +71,7 @@ def image_rows(
     positions = torch.cat([token_positions(sample) for sample in micro_batch], dim=1)
     first_feature: dict[tuple[str, Grid], int] = {}
     images: list[ImageSpan] = []
-    of_token = torch.full((positions.size(1),), -1)
+    feature_rows = torch.full((positions.size(1),), -1)
     begin = num_features = 0
     for sample in micro_batch:
         for image in sample.images:
@@ -82,9 +82,9 @@ def image_rows(
                 images.append(image)
             first = first_feature[key]
             span = slice(begin + image.start, begin + image.end)
-            of_token[span] = torch.arange(first, first + image.num_tokens)
+            feature_rows[span] = torch.arange(first, first + image.num_tokens)
         begin += len(sample.token_ids)
-    features = torch.where(held >= 0, of_token[held], -1)
+    features = torch.where(held >= 0, feature_rows[held], -1)
     rows = (features >= 0).nonzero()[:, 0]
     return ImageRows(tuple(images), rows, features[rows], positions[:, whole])
 

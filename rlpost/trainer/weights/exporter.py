@@ -1,4 +1,4 @@
-"""Export the Megatron model as Hugging Face tensors in buckets, into a folder or a hash.
+"""Gather the Megatron model as Hugging Face tensors in buckets.
 
 Input: the inventory of this rank. Output: full tensors under Hugging Face names, at every layout.
 The plan depends only on shapes and is the same on every rank; data is gathered one bucket at a
@@ -7,7 +7,6 @@ time. Invariant: import and export are bitwise inverses.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -20,14 +19,14 @@ from rlpost.models.fp8 import SUFFIX
 from rlpost.models.names import LOADED_TOGETHER
 from rlpost.trainer.weights import layouts
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory, all_gather
-from rlpost.trainer.weights.layouts import as_bytes, num_bytes, pack, unpack
+from rlpost.trainer.weights.layouts import num_bytes, pack, unpack
 from rlpost.trainer.weights.quantise import FP8, BlockFp8, quantise, scale_shape
 from rlpost.types import Bucket
 
 T = TypeVar("T")
 
 
-def _joins(entries: Sequence[Entry]) -> list[bool]:
+def must_follow(entries: Sequence[Entry]) -> list[bool]:
     """For each entry, whether it must be in the bucket of the one before it."""
     found = [entry.rules[0].megatron for entry in entries]
     first, second = LOADED_TOGETHER
@@ -53,7 +52,7 @@ class Exporter:
         entries = self.inventory.entries
         weights = [
             Travelling(entry.owner, sent_bytes(entry, quantisation), joins)
-            for entry, joins in zip(entries, _joins(entries), strict=True)
+            for entry, joins in zip(entries, must_follow(entries), strict=True)
         ]
         buckets = []
         for bucket in deal(weights, max_bytes):
@@ -118,7 +117,9 @@ class Exporter:
         """
         groups, layout = self.inventory.groups, entry.rules[0].layout
         if held := self.inventory.parts(entry):
-            parts = [layouts.split(_whole(one), layout, self.inventory.dims)[0] for one in held]
+            parts = [
+                layouts.split(gather_whole(one), layout, self.inventory.dims)[0] for one in held
+            ]
             stacked = torch.cat(all_gather(torch.stack(parts), groups.expert))
         else:
             stacked = torch.empty(entry.shapes[0], dtype=entry.dtype, device=self.inventory.device)
@@ -134,7 +135,7 @@ class Exporter:
         """
         groups, held = self.inventory.groups, self.inventory.part(entry)
         if held is not None:
-            full = _whole(held)
+            full = gather_whole(held)
             fulls = [full] if len(entry.rules) == 1 else all_gather(full, groups.expert)
         if groups.pipeline.size() == 1 or not on_all_stages:
             return fulls
@@ -149,8 +150,11 @@ class Exporter:
         return fulls
 
 
-def _whole(held: Held) -> torch.Tensor:
-    """Gather a Megatron tensor from the ranks that hold its shards."""
+def gather_whole(held: Held) -> torch.Tensor:
+    """Gather a Megatron tensor, of any shape, from the ranks that hold its shards.
+
+    Collective of these.
+    """
     shards = [held.value] if held.dim is None else all_gather(held.value, held.group)
     return layouts.join(shards, held.rule.layout, dim=held.dim or 0)
 
@@ -189,49 +193,6 @@ def describe(bucket: tuple[Entry, ...], quantisation: BlockFp8 | None = None) ->
     return Bucket(tuple(names), shapes, dtypes, bucket[0].owner)
 
 
-def weights_hash(exporter: Exporter, *, max_bytes: int) -> str:
-    """SHA-256 over all Hugging Face tensors by name; the same at every layout. Collective.
-
-    Each stage gathers its own tensors, and its ranks divide them: each is copied to the host and
-    hashed by one rank. Every rank of the world must call it.
-    """
-    stage = exporter.inventory.groups.pipeline.rank()
-    stages = gather_objects(stage)
-    peers = [rank for rank, other in enumerate(stages) if other == stage]
-    position = peers.index(dist.get_rank() if dist.is_initialized() else 0)
-    count = 0
-    own: dict[str, str] = {}
-    for bucket in exporter.plan(max_bytes):
-        if bucket[0].owner != stage:
-            continue
-        tensors = exporter.gather(bucket, on_all_stages=False)
-        for name in list(tensors):
-            tensor = tensors.pop(name)
-            if count % len(peers) == position:
-                own[name] = _digest(name, tensor)
-            count += 1
-    digests: dict[str, str] = {}
-    for of_rank in gather_objects(own):
-        digests |= of_rank
-    return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
-
-
-def gather_objects(value: T) -> list[T]:
-    """Gather one small object from each rank of the world. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _digest(name: str, tensor: torch.Tensor) -> str:
-    digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-    # a NumPy view would keep the weight's memory alive
-    digest.update(as_bytes(tensor.to("cpu", copy=True)).numpy())
-    return digest.hexdigest()
-
-
 Shape = tuple[int, ...]
 Parts = list[torch.Tensor]
 """For all Hugging Face tensors of one rule: the scales of each, then the values of each."""
@@ -264,8 +225,10 @@ def gather_quantised(
         parts = _of_one_rule(inventory, held, shapes, quantisation, is_needed=is_needed)
         if parts is None:
             return {}
-        own = pack(parts)
-        packed = [own] if len(entry.rules) == 1 else all_gather(own, groups.expert)
+        packed_parts = pack(parts)
+        packed = (
+            [packed_parts] if len(entry.rules) == 1 else all_gather(packed_parts, groups.expert)
+        )
     if goes_to_stages:
         if held is None:
             size, device = sum(num_bytes(*like) for like in likes), inventory.device
@@ -320,13 +283,13 @@ def _of_one_rule(
         return _quantised(layouts.split(full, held.rule.layout, inventory.dims), quantisation)
     size = held.group.size()
     dims = replace(inventory.dims, num_query_groups=groups // size)
-    own = pack(_quantised(layouts.split(local, held.rule.layout, dims), quantisation))
-    flats = all_gather(own, held.group)
+    packed = pack(_quantised(layouts.split(local, held.rule.layout, dims), quantisation))
+    flats = all_gather(packed, held.group)
     if not is_needed:
         return None
     likes = _likes(tuple(_shard_shape(shape, held.dim, size) for shape in shapes), block)
-    of_ranks = [unpack(flat, likes) for flat in flats]
-    return [_joined(parts, held.dim) for parts in zip(*of_ranks, strict=True)]
+    unpacked = [unpack(flat, likes) for flat in flats]
+    return [_joined(parts, held.dim) for parts in zip(*unpacked, strict=True)]
 
 
 def _quantised(tensors: tuple[torch.Tensor, ...], quantisation: BlockFp8) -> Parts:

@@ -28,9 +28,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tekken.json",
     "*.tiktoken",
-    "tokenizer.model*",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    "*.model",  # of SentencePiece, and tiktoken.model of Kimi
+    "tokenizer.model.*",
     "chat_template.*",
     "additional_chat_templates/*.jinja",
 )

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from common.units import counted
 from rlpost.errors import WeightError
 from rlpost.models.fp8 import SUFFIX, has_powers_of_two
 from rlpost.models.names import Rule, expert_number, renamed
 from rlpost.trainer import device
 from rlpost.trainer.weights import layouts
-from rlpost.trainer.weights.inventory import Inventory
+from rlpost.trainer.weights.inventory import EMBEDDING, Inventory
 from rlpost.trainer.weights.quantise import (
     BLOCKS,
     SCALES,
@@ -63,7 +64,7 @@ class HuggingFaceFolder:
         )
 
     def read(self, name: str, *, expert: int | None = None) -> torch.Tensor:
-        """One full tensor on the CPU; FP8 and MXFP4 weights become float32.
+        """One full tensor, of any shape, on the CPU; FP8 and MXFP4 weights become float32.
 
         With ``expert`` only this index of the first dimension is read.
 
@@ -71,9 +72,14 @@ class HuggingFaceFolder:
             WeightError: the folder has no such tensor.
         """
         if name not in self.file_of:
-            raise WeightError(
-                f"{self.folder} has no tensor {name!r}; check that config.json belongs to these weights"
-            )
+            nested = NESTED + name.removeprefix("model.")
+            remedy = "check that config.json belongs to these weights"
+            if nested in self.file_of:
+                remedy = (
+                    f"it has {nested!r}: rename model.language_model. to model. and model.visual. to "
+                    "visual., as the model's page has them; engines need these names as well"
+                )
+            raise WeightError(f"{self.folder} has no tensor {name!r}; {remedy}")
         if name + BLOCKS in self._stored_in:
             blocks, scales = (self._stored(name + end, expert) for end in (BLOCKS, SCALES))
             return unpack_mxfp4(blocks, scales).mT
@@ -82,6 +88,20 @@ class HuggingFaceFolder:
             return tensor
         scales = self._stored(name + SUFFIX)
         return dequantise(tensor, scales, self.quantisation.block)
+
+    def read_weight(self, name: str, *, expert: int | None = None) -> torch.Tensor:
+        """``read`` for a weight of the model (any shape), whose numbers are its values.
+
+        Raises:
+            WeightError: also for integers, or FP8 without scales.
+        """
+        tensor = self.read(name, expert=expert)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise WeightError(
+                f"{self.folder}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')} without the scales of "
+                "its values; use a folder in bfloat16, float16 or float32"
+            )
+        return tensor
 
     def is_quantised(self, name: str) -> bool:
         """Whether ``read`` computes the tensor from quantised values."""
@@ -103,6 +123,8 @@ class HuggingFaceFolder:
             return opened.get_tensor(name)
 
 
+NESTED = "model.language_model."
+"""Prefix of transformers' modules, with which 4.52 saved Qwen2.5-VL; SGLang 0.5.21 does not load it."""
 SHARED = {
     "embed_tokens.weight": "model.embed_tokens.weight",
     "shared_head.head.weight": "lm_head.weight",
@@ -111,6 +133,8 @@ SHARED = {
 
 Name in the layer -> name in the model.
 """
+MTP_PROJECTION = "eh_proj.weight"
+"""A tensor of each layer for multi-token prediction, and of no other layer."""
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -132,15 +156,22 @@ def shared_tensors(source: HuggingFaceFolder, inventory: Inventory) -> dict[str,
 def carried_tensors(source: HuggingFaceFolder, inventory: Inventory) -> list[str]:
     """Return the tensors that are kept but not trained.
 
-    They are those of the encoder of images, and of layers after the model's last.
+    They are those of the encoder of images, unless it is trained, and of layers after the model's
+    last. Such a layer has what predicts a further token: without it, config.json has fewer layers than
+    the model.
     """
     num_layers, family = inventory.num_layers, inventory.family
+    trained = inventory.hugging_face
+    matches = map(_OF_LAYER.search, source.file_of)
+    extra = {match[1] for match in matches if match is not None and match[2] == MTP_PROJECTION}
 
     def is_carried(name: str) -> bool:
         if name.startswith(family.carried):
-            return True
+            return name not in trained
         match = _OF_LAYER.search(name)
-        is_extra = name.startswith("mtp.") or (match is not None and int(match[1]) >= num_layers)
+        is_extra = name.startswith("mtp.") or (
+            match is not None and int(match[1]) >= num_layers and match[1] in extra
+        )
         return family.carries_extra_layers and is_extra
 
     return sorted(filter(is_carried, source.file_of))
@@ -155,10 +186,18 @@ def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
     """
     folder, total = source.folder, len(inventory.held)
     logged_at = time.monotonic()
+    rounded: dict[torch.dtype, list[str]] = {}
+    stored: set[torch.dtype] = set()
     _check_mtp_layers(source, inventory)
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
         part = layouts.merge(_tensors_of(source, rule), rule.layout, inventory.dims)
+        if rule.layout == "vocabulary" and len(part) != inventory.dims.vocab_size:
+            # A few rows more or fewer would be padding of the tensor-parallel ranks.
+            raise WeightError(
+                f"{rule.hugging_face[0]} in {folder} has {len(part)} rows, and config.json vocab_size = "
+                f"{inventory.dims.vocab_size}; check that config.json belongs to these weights"
+            )
         if held.dim is not None:
             part = layouts.shard(
                 part, rule.layout, dim=held.dim, rank=held.group.rank(), size=held.group.size()
@@ -169,13 +208,28 @@ def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
                 f"needs {tuple(tensor.shape)}; check that config.json belongs to these weights"
             )
         tensor.copy_(part)
+        stored.add(part.dtype)
+        is_finer = torch.finfo(part.dtype).eps < torch.finfo(tensor.dtype).eps
+        is_stored = source.file_of.keys() >= set(rule.hugging_face)  # a new value head is not
+        is_quantised = any(source.is_quantised(one) for one in rule.hugging_face)
+        if is_finer and is_stored and not is_quantised:
+            rounded.setdefault(tensor.dtype, []).append(rule.hugging_face[0])
         if number == total or time.monotonic() - logged_at > PROGRESS_S:
             logged_at = time.monotonic()
             logger.info("%s: loaded %d of %d parameters of this rank", folder, number, total)
+    for dtype in rounded.keys() & stored:  # the others are stored as they are trained
+        logger.warning(
+            "%s: %s of this rank, %s first, are stored with more bits than --bf16 trains, sends and exports; "
+            "they are rounded to %s",
+            folder,
+            counted(len(rounded[dtype]), "weight"),
+            rounded[dtype][0],
+            str(dtype).removeprefix("torch."),
+        )
     unused = set(source.file_of) - inventory.hugging_face - set(carried_tensors(source, inventory))
     unused -= shared_tensors(source, inventory).keys()
-    if inventory.tied:  # some folders contain the tied copy
-        unused.discard(renamed("lm_head.weight", inventory.family.renamed))
+    if inventory.tied:
+        unused.discard(_checked_copy(source, inventory))
     unused = {name for name in unused if not name.endswith(UNUSED_SUFFIXES)}
     if unused:
         raise WeightError(
@@ -184,17 +238,39 @@ def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
         )
 
 
+def _checked_copy(source: HuggingFaceFolder, inventory: Inventory) -> str:
+    """Return the name of the output layer of a tied model; some folders contain it as a copy.
+
+    Engines do not load it. The ranks that have the embedding compare the two.
+
+    Raises:
+        WeightError: the folder's output layer is another than its embedding.
+    """
+    head, embedding = (
+        renamed(name, inventory.family.renamed)
+        for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    is_here = EMBEDDING in inventory.held and head in source.file_of
+    if is_here and not torch.equal(source.read(head), source.read(embedding)):
+        raise WeightError(
+            f"{source.folder} has a {head} that differs from {embedding}, and tie_word_embeddings = true in "
+            "config.json would leave it out; set it to false there, or remove the tensor"
+        )
+    return head
+
+
 def _tensors_of(source: HuggingFaceFolder, rule: Rule) -> list[torch.Tensor]:
     """The Hugging Face tensors of a parameter; of a stacked tensor only this expert's part."""
     if not rule.is_stacked:
-        return [source.read(name) for name in rule.hugging_face]
-    return [source.read(name, expert=expert_number(rule.megatron)) for name in rule.hugging_face]
+        return [source.read_weight(name) for name in rule.hugging_face]
+    expert = expert_number(rule.megatron)
+    return [source.read_weight(name, expert=expert) for name in rule.hugging_face]
 
 
 def _check_mtp_layers(source: HuggingFaceFolder, inventory: Inventory) -> None:
     """Raise WeightError if ``source`` lacks a trained layer for multi-token prediction."""
     for layer in sorted(inventory.mtp_layers):
-        name = f"model.layers.{layer}.eh_proj.weight"
+        name = f"model.layers.{layer}.{MTP_PROJECTION}"
         if name not in source.file_of:
             raise WeightError(
                 f"{source.folder} has no tensor {name!r}: the layer for multi-token prediction is not in these "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -25,6 +26,8 @@ MTP_MARK = ".eh_proj."
 """Part of the name of one weight in each layer for multi-token prediction, and in no other layer.
 """
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+ENCODER = "vision_model."
+"""Prefix of the trained weights of an encoder of images, which have transformers' names in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Groups:
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
     pipeline: dist.ProcessGroup
+    timeout: timedelta | None = None
+    """Of a collective, for further groups; None is torch's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Held:
 
     @property
     def value(self) -> torch.Tensor:
-        """The weight that the model computes with: ``tensor``, or a new one with the update."""
+        """The weight, of any shape, of the model: ``tensor``, or a new one with the update."""
         return self.tensor.detach() if self.low_rank is None else self.low_rank.merged(self.tensor)
 
 
@@ -99,7 +104,7 @@ def gather_entries(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Ent
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Gather tensors of equal shape from all ranks of a group. Collective."""
+    """Gather a tensor of any shape, equal on all ranks, from each rank of a group. Collective."""
     gathered = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
     ]
@@ -149,7 +154,6 @@ class Inventory:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return next(iter(self.held.values())).tensor.device
 
     @property
@@ -190,7 +194,7 @@ class Inventory:
         group = self.groups.tensor if expert is None else self.groups.expert_tensor
         is_sharded = getattr(tensor, "tensor_model_parallel", False) and group.size() > 1
         dim = tensor.partition_dim if is_sharded else None
-        rule = names.to_hugging_face(EMBEDDING if is_copy else name, family.rules)
+        rule = _rule(EMBEDDING if is_copy else name, family)
         return Held(tensor, replace(rule, megatron=name), group, dim)
 
     def _entry(self, name: str, held: Held, family: Family) -> Entry:
@@ -214,6 +218,13 @@ class Inventory:
 
     def _first_expert(self, expert_rank: int) -> int:
         return self.dims.num_experts // self.groups.expert.size() * expert_rank
+
+
+def _rule(name: str, family: Family) -> Rule:
+    if not name.startswith(ENCODER):
+        return names.to_hugging_face(name, family.rules)
+    assert family.vision is not None, "it has the encoder"
+    return Rule(name, (family.vision.prefix + name.removeprefix(ENCODER),))
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,9 @@ Input: the inventory of this rank, with the low-rank updates of its weights. Out
 ``adapter_model.safetensors`` and ``adapter_config.json``. Megatron fuses query, key and value, and
 gate and up; Hugging Face does not. An adapter of a fused layer becomes one for each part: A is the
 same in all of them, B has the rows of the part, so that each part's update is the rows of B A.
+
+PEFT finds modules by the names that transformers gives them. In models with an encoder of images
+these differ from the names in older folders, and the encoder has modules of equal last names.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from rlpost.models.names import Rule
-from rlpost.trainer.weights.exporter import Exporter
-from rlpost.trainer.weights.folder_export import SHARD_BYTES, save_tensors
+from rlpost.errors import CheckpointError
+from rlpost.models.families.multimodal import LANGUAGE
+from rlpost.models.family import Family
+from rlpost.models.names import Rule, renamed
+from rlpost.trainer.weights.folder_export import save_tensors
 from rlpost.trainer.weights.hf_folder import name_base
+from rlpost.trainer.weights.importer import HuggingFaceFolder
 from rlpost.trainer.weights.inventory import Entry, Held, Inventory
+from rlpost.trainer.weights.whole_tensors import BUCKET_BYTES, WholeTensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -42,32 +49,42 @@ class PeftSettings:
 
 
 def write_peft_folder(
-    inventory: Inventory, folder: str | Path, *, settings: PeftSettings, writes: bool
+    tensors: Mapping[str, torch.Tensor],
+    inventory: Inventory,
+    folder: str | Path,
+    settings: PeftSettings,
 ) -> None:
-    """Write the folder, with ``writes`` on one rank. Collective of all ranks of a model replica.
+    """Write the folder of ``tensors``, those of ``peft_tensors``: A [rank, in], B [out, rank].
+
+    On one rank.
 
     Raises:
-        OSError: writing failed; raised on the writing rank, after its part in every gather.
+        WeightError: the base has an encoder of images, and its folder lacks tensors.
+        OSError: writing failed.
     """
-    tensors = peft_tensors(inventory, settings)
-    if not writes:
-        return
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, folder, TENSORS)
-        config = peft_config(tensors, settings, all_modules=_modules(inventory))
+        config = peft_config(tensors, settings, all_modules=_modules(inventory, settings.base))
         (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     except SafetensorError as error:
         raise OSError(f"{folder}: {error}") from error
 
 
 def peft_tensors(inventory: Inventory, settings: PeftSettings) -> dict[str, torch.Tensor]:
-    """Return all factors by PEFT's names. Collective, as ``Exporter.gather``."""
-    exporter = Exporter(adapter_inventory(inventory, settings))
+    """Return all factors by PEFT's names, on the host; on rank 0 alone. Collective.
+
+    Raises:
+        CheckpointError: a rank failed; on every rank.
+    """
+    whole = WholeTensors(adapter_inventory(inventory, settings))
     factors: dict[str, torch.Tensor] = {}
-    for bucket in exporter.plan(SHARD_BYTES):
-        factors.update(exporter.gather(bucket))
+
+    def add(tensors: Mapping[str, torch.Tensor]) -> None:
+        factors.update({name: one.to("cpu", copy=True) for name, one in tensors.items()})
+
+    whole.to_first_rank(add, max_bytes=BUCKET_BYTES, failed=_cannot_collect)
     named: dict[str, torch.Tensor] = {}
     for entry in inventory.entries:
         for rule in entry.rules:
@@ -75,9 +92,14 @@ def peft_tensors(inventory: Inventory, settings: PeftSettings) -> dict[str, torc
             if first not in factors:
                 continue
             for name in rule.hugging_face:
-                named[PREFIX + _factor(name, "A")] = factors[first].clone()
-                named[PREFIX + _factor(name, "B")] = factors[_factor(name, "B")]
+                module = PREFIX + _in_transformers(name, inventory.family)
+                named[_factor(module, "A")] = factors[first].clone()
+                named[_factor(module, "B")] = factors[_factor(name, "B")]
     return named
+
+
+def _cannot_collect(problem: str) -> CheckpointError:
+    return CheckpointError(f"cannot collect the adapters: {problem}")
 
 
 def adapter_inventory(inventory: Inventory, settings: PeftSettings) -> Inventory:
@@ -144,20 +166,32 @@ def _held(held: Held) -> tuple[Held, Held]:
     )
 
 
-def _modules(inventory: Inventory) -> set[str]:
-    """Names of all Hugging Face modules with a matrix."""
-    return {
-        name.removesuffix(".weight")
+def _modules(inventory: Inventory, base: str) -> set[str]:
+    """Names of all modules with a matrix, and of those of the encoder of images in ``base``."""
+    family = inventory.family
+    names = {
+        _in_transformers(name, family)
         for entry in inventory.entries
         for name, shape in zip(entry.hugging_face, entry.shapes, strict=True)
         if len(shape) == 2
     }
+    if family.carried:
+        stored = HuggingFaceFolder(base).file_of
+        names |= {name for name in stored if name.startswith(family.carried)}
+    return {name.removesuffix(".weight") for name in names}
+
+
+def _in_transformers(name: str, family: Family) -> str:
+    """The name in transformers' model of a weight of the language model in a folder."""
+    if family.vision is None:
+        return name
+    return renamed(name, {family.renamed["model."]: LANGUAGE})
 
 
 def peft_config(
     tensors: Mapping[str, torch.Tensor], settings: PeftSettings, *, all_modules: set[str]
 ) -> dict[str, object]:
-    """Return adapter_config.json."""
+    """Return adapter_config.json; the factors are lora_A [rank, in] and lora_B [out, rank]."""
     adapted = {
         name.removeprefix(PREFIX).removesuffix(".lora_B.weight")
         for name in tensors

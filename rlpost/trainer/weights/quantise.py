@@ -51,7 +51,7 @@ class BlockFp8:
         }
 
     def tensors(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Quantise a weight; shapes and dtypes are those of ``shapes``."""
+        """Quantise a weight [rows, columns]; shapes and dtypes are those of ``shapes``."""
         if name not in self.names:
             return {name: tensor}
         values, scales = quantise(tensor, self.block, has_powers_of_two=self.has_powers_of_two)
@@ -116,12 +116,12 @@ def quantise(
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The weight in float32, as the engine uses it."""
+    """The weight [rows, columns] in float32, as the engine uses it; ``scales`` as ``spread``."""
     return values.float() * spread(scales, values.shape, block)
 
 
 def spread(scales: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """Expand each block's scale to all elements of the block."""
+    """Expand the scale of each block, [blocks, blocks], to all elements of a weight of ``shape``."""
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return whole[: shape[0], : shape[1]]
 

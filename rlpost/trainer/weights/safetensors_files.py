@@ -1,17 +1,20 @@
-"""The weight files of a Hugging Face folder, and whether they are complete. Standard library only.
+"""The weight files of a Hugging Face folder: their problems, and writing one. Standard library only.
 
-Input: a folder. Output: the file of each tensor, and problems of the files as text. Only the header
-of each file is read, which determines the file's length: 8 bytes with the length of a JSON text,
-the text, the tensors (https://huggingface.co/docs/safetensors, "Format").
+Input: a folder. Output: the file of each tensor, and problems of the files as text; ``TensorFile``
+writes a file. Only the header of each file is read, which determines the file's length: 8 bytes
+with the length of a JSON text, the text, the tensors (https://huggingface.co/docs/safetensors,
+"Format").
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from common.files import check_path
+from common.files import check_path, sync
 from common.git_lfs import pointer_problem
 from common.units import counted
 from rlpost.errors import WeightError
@@ -19,6 +22,58 @@ from rlpost.errors import WeightError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LONGEST_HEADER = 100_000_000  # the format's own limit
 AGAIN = "fetch the model again"
+WRITTEN = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+}
+"""By torch's name of a dtype: safetensors' name, and bytes; in the order of a file's tensors."""
+
+
+class TensorFile:
+    """A file whose tensors are written one at a time, in any order; it appears when it is closed.
+
+    Its bytes are those of ``safetensors.torch.save_file`` with the metadata ``{"format": "pt"}``.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """Create the file of ``tensors``: name -> (shape, torch's name of the dtype)."""
+        order = list(WRITTEN)
+        names = sorted(tensors, key=lambda name: (order.index(tensors[name][1]), name))
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        stop = 0
+        offsets: dict[str, int] = {}
+        for name in names:
+            shape, dtype = tensors[name]
+            kind, width = WRITTEN[dtype]
+            start, stop = stop, stop + math.prod(shape) * width
+            offsets[name] = start
+            header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, stop]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        first = 8 + len(text)
+        self._offsets = {name: first + offset for name, offset in offsets.items()}
+        self._path, self._temporary = path, path.with_name(f".{path.name}")
+        self.missing = set(names)
+        """Tensors that are not written."""
+        self.num_bytes = stop
+        """Bytes of all tensors."""
+        self._file = self._temporary.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Write the bytes of a tensor."""
+        self._file.seek(self._offsets[name])
+        self._file.write(data)
+        self.missing.remove(name)
+
+    def close(self) -> None:
+        """Flush the file to disk and give it its name; without all tensors, only close it."""
+        self._file.close()
+        if not self.missing:
+            sync(self._temporary)  # from this host: that of the driver cannot
+            os.replace(self._temporary, self._path)
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlpost.config.plan.weight_update import bucket_bytes
 from rlpost.errors import SyncError
-from rlpost.trainer.weights.engine_group import EngineGroup
+from rlpost.trainer.weights.engine_group import EngineGroup, Sender
 from rlpost.trainer.weights.exporter import Exporter, describe, sent_bytes
 from rlpost.trainer.weights.layouts import as_bytes, tensor_bytes
 from rlpost.trainer.weights.quantise import BlockFp8
@@ -78,7 +78,6 @@ class Buckets:
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of this rank."""
         return self.exporter.inventory.groups.pipeline.rank()
 
     def stage_of(self, index: int) -> int:
@@ -109,7 +108,7 @@ class Buckets:
         return max(sum(tensor_bytes(bucket).values()) for bucket in self.plan)
 
 
-class Broadcast:
+class Broadcast(Sender):
     """Sends buckets to engines on other GPUs.
 
     All methods but ``abort`` are collective: call on every rank, in order.
@@ -128,30 +127,32 @@ class Broadcast:
         """Create an unconnected sender.
 
         ``gathers``: this rank holds parts of the same model replica as the source of its stage.
-        ``is_source``: it is that source. ``timeout_s`` is the deadline of connecting, and of each
-        broadcast. ``secret``: see ``EngineGroup.form``.
+        ``is_source``: it is that source. ``timeout_s`` is the deadline of each broadcast.
+        ``secret``: see ``EngineGroup.form``.
         """
-        self.secret = secret
+        super().__init__(backend=backend, timeout_s=timeout_s, secret=secret)
         self.buckets = buckets
         self.stage = buckets.stage
         self.gathers = gathers
         self.is_source = is_source
-        self.backend = backend
-        self.timeout = timedelta(seconds=timeout_s)
-        self.group: EngineGroup | None = None
         self.memory = FlatMemory()
         self.gathered: torch.Tensor | None = None
         """Bytes of the next bucket, on its source."""
 
     def connect(
-        self, master_addr: str, master_port: int, num_engine_ranks: int, group_name: str
+        self,
+        master_addr: str,
+        master_port: int,
+        num_engine_ranks: int,
+        group_name: str,
+        join_s: float,
     ) -> None:
         """Form the process group of this rank's stage with the engines.
 
         The source of the stage listens on the address; other ranks do nothing.
 
         Raises:
-            SyncError: the engines did not join within the timeout.
+            SyncError: the engines did not join within ``join_s`` seconds, or ``abort`` was called.
         """
         if not self.is_source:
             return
@@ -165,7 +166,9 @@ class Broadcast:
             num_engine_ranks=num_engine_ranks,
             backend=self.backend,
             timeout=self.timeout,
+            join=timedelta(seconds=join_s),
             secret=self.secret,
+            cancelled=self._cancelled,
         )
 
     def send(self, index: int) -> None:
@@ -217,56 +220,37 @@ class Broadcast:
             )
         return None
 
-    def abort(self) -> None:
-        """Make ``send`` fail now instead of at its deadline, after an engine failed.
 
-        Not collective; safe to call from another thread while ``send`` runs.
-        """
-        group = self.group
-        if group is not None:
-            group.cancel()
-
-    def disconnect(self) -> None:
-        """Leave the group, so that another can be formed; does nothing without a group."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.leave()
-
-
-class Sharing:
-    """Shares buckets with engines on the same device. Collective: call on every rank, in order.
+class SharedBuffers:
+    """Memory that engines on the same device read by handle.
 
     Two buffers, each as large as the largest bucket, alternate: the engines load from one while the
     other is filled. An engine responds after it has copied a bucket into its model. So memory in
     use is never overwritten if bucket ``index`` is shared after all responses to ``index - 2``.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
-        self.buckets = buckets
+    def __init__(self) -> None:
         self.pieces: dict[int, torch.Tensor] = {}
         self._counters: list[tuple[str, int]] = []
         """File and slot of torch's reference counter of each handle since the last ``release``."""
 
-    def share(self, index: int) -> str:
-        """Gather bucket ``index`` and return a handle to it. Call on every trainer rank.
-
-        The handle is the base64 argument of SGLang's update_weights_from_tensor with the load
-        format "flattened_bucket". It is valid for one reader (torch counts references), until the
-        second call after this one.
-        """
-        tensors = self.buckets.gather(index, on_all_stages=True)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        device = next(iter(tensors.values())).device
+    def piece(self, index: int, size: int, largest: int, device: torch.device) -> torch.Tensor:
+        """Memory [size], uint8, for the bytes of bucket ``index``; ``largest`` is that of all buckets."""
         piece = self.pieces.get(index % 2)
         if piece is None or piece.numel() < size:
-            piece = self.pieces[index % 2] = _shareable(self.buckets.largest_bytes(), device)
-        flat = piece[:size]
-        torch.cat([as_bytes(tensor) for tensor in tensors.values()], out=flat)
+            piece = self.pieces[index % 2] = _shareable(largest, device)
+        return piece[:size]
+
+    def handle(self, value: object, device: torch.device) -> str:
+        """Pickle a value with buffers for a reader on this device, in base64.
+
+        It is valid for one reader (torch counts references).
+        """
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine's stream does not wait for ours
         buffer = io.BytesIO()
         pickler = _HandlePickler(buffer)
-        pickler.dump({"flattened_tensor": flat, "metadata": _metadata(tensors)})
+        pickler.dump(value)
         self._counters += pickler.counters
         return base64.b64encode(buffer.getvalue()).decode()
 
@@ -283,6 +267,27 @@ class Sharing:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
+
+
+class Sharing(SharedBuffers):
+    """Shares buckets with engines on the same device. Collective: call on every rank, in order."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        super().__init__()
+        self.buckets = buckets
+
+    def share(self, index: int) -> str:
+        """Gather bucket ``index`` and return a handle to it. Call on every trainer rank.
+
+        The handle is the base64 argument of SGLang's update_weights_from_tensor with the load
+        format "flattened_bucket". It is valid for one reader, until the second call after this one.
+        """
+        tensors = self.buckets.gather(index, on_all_stages=True)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        device = next(iter(tensors.values())).device
+        flat = self.piece(index, size, self.buckets.largest_bytes(), device)
+        torch.cat([as_bytes(tensor) for tensor in tensors.values()], out=flat)
+        return self.handle({"flattened_tensor": flat, "metadata": _metadata(tensors)}, device)
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor]) -> list[SimpleNamespace]:

@@ -330,7 +330,7 @@ FACTS = (
     ),
     Fact(
         "HybridDeviceOptimizer allocates a pinned gradient for each parameter",
-        ("rlpost/config/plan/rank_memory.py",),
+        ("rlpost/extensions/planning/rank_memory.py",),
         hybrid_pins_a_gradient_for_each_parameter,
         (HYBRID, "pin_memory=self.pin_cpu_grads, device=", "pin_memory=False, device="),
     ),

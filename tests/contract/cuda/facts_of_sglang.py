@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import pickle
 from types import SimpleNamespace
@@ -552,6 +553,52 @@ def updates_need_a_session(source: Source) -> None:
         assert update(SimpleNamespace(_session=None), None).success is False
 
 
+class LoaderFailed(Exception):
+    """What a custom loader raises."""
+
+
+def a_loaders_exception_comes_before_the_barrier(source: Source) -> None:
+    barriers: list[Any] = []
+    update = source.run(
+        SCHEDULER_UPDATER,
+        "SchedulerWeightUpdaterManager.update_weights_from_tensor",
+        torch=SimpleNamespace(
+            distributed=SimpleNamespace(barrier=lambda group: barriers.append(group))
+        ),
+        msgspec=SimpleNamespace(structs=SimpleNamespace(replace=lambda session, **_: session)),
+        UpdateWeightsFromTensorReqOutput=SimpleNamespace,
+    )
+    outcomes = iter([LoaderFailed(), (True, "")])
+
+    def load(**_: object) -> tuple[bool, str]:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    runner = SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_tensor=load))
+    manager = SimpleNamespace(
+        _session=object(),
+        tp_cpu_group="group",
+        tp_worker=SimpleNamespace(deserialize_own_rank=lambda one: one),
+        _observe_weight_load=lambda _: contextlib.nullcontext(),
+        _select_runners=lambda _: [("target", runner)],
+        flush_cache_after_weight_update=lambda _: None,
+        record_weight_version_after_update=lambda _: None,
+    )
+    request = SimpleNamespace(
+        serialized_named_tensors=[], selector="all", load_format="loader", weight_version=None
+    )
+    try:
+        update(manager, request)
+    except LoaderFailed:
+        assert barriers == []
+    else:
+        raise AssertionError("SGLang handles what a custom loader raises")
+    assert update(manager, request).success and barriers == ["group"]
+    assert "self.weight_updater.update_weights_from_tensor" in source.text(SCHEDULER)
+
+
 ENGINE_SIDE, TRAINER_SIDE = (
     "rlpost/engines/engine_side_weights.py",
     "rlpost/trainer/weights/trainer_side.py",
@@ -641,7 +688,7 @@ FACTS = (
     ),
     Fact(
         "full CUDA graphs have a copy in host memory while they are paused",
-        ("rlpost/config/plan/estimate.py",),
+        ("rlpost/extensions/planning/estimate.py",),
         keeps_a_copy_of_paused_graphs,
         (
             f"{BACKENDS}/full_cuda_graph_backend.py",
@@ -755,7 +802,7 @@ FACTS = (
     ),
     Fact(
         "mem_fraction_static counts from the memory that is free when the engine starts",
-        (STAGES, "rlpost/config/plan/engine_memory.py"),
+        (STAGES, "rlpost/extensions/planning/engine_memory.py"),
         memory_counts_from_what_is_free,
         (KV_CACHE, "slack_gb = pre_model_load_memory * (1 -", "slack_gb = 100.0 * (1 -"),
     ),
@@ -811,6 +858,16 @@ FACTS = (
             SCHEDULER_UPDATER,
             "return UpdateWeightsFromTensorReqOutput(\n                success=False",
             "return UpdateWeightsFromTensorReqOutput(\n                success=True",
+        ),
+    ),
+    Fact(
+        "an exception of a custom loader leaves update_weights_from_tensor before its only barrier",
+        ("rlpost/engines/shards/failures.py",),
+        a_loaders_exception_comes_before_the_barrier,
+        (
+            SCHEDULER_UPDATER,
+            "def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput):",
+            "def update_weights_from_tensor(self, recv_req, timeout):",
         ),
     ),
 )

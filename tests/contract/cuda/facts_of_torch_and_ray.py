@@ -26,7 +26,7 @@ RAY_UTILS = "ray/_private/utils.py"
 PINNED = "torch/include/ATen/core/CachingHostAllocator.h"
 NCCL_GROUP = "torch/include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 PARALLEL = "rlpost/trainer/parallel.py"
-KEPT, RANK_MEMORY = "rlpost/trainer/kept_weights.py", "rlpost/config/plan/rank_memory.py"
+KEPT, RANK_MEMORY = "rlpost/trainer/kept_weights.py", "rlpost/extensions/planning/rank_memory.py"
 
 
 def between(text: str, begin: str, end: str) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlpost.trainer import megatron_on_cpu
+from rlpost.extensions.on_cpu import megatron as megatron_on_cpu
 from rlpost.trainer.attention_backends import Gpu
 
 # Before the first import of Megatron-core, whose optimizers compare Tensor.type() with these names.
@@ -81,7 +81,6 @@ def faked_cuda(
         stack.enter_context(OnMeta())
         stack.enter_context(mock.patch.object(device, "gpu", lambda: gpu))
         stack.enter_context(mock.patch.object(device, "current", lambda: META))
-        stack.enter_context(mock.patch.object(megatron_on_cpu, "DEVICE", "meta"))
         yield
 
 
@@ -104,6 +103,7 @@ def faked_world(rank: int, size: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(parallel.destroy)
         stack.enter_context(mock.patch.object(parallel, "open_store", lambda *_, **__: FakeStore()))
+        stack.enter_context(mock.patch.object(parallel, "join_ranks", lambda *_: None))
         stack.enter_context(mock.patch.object(dist, "init_process_group", init_process_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))

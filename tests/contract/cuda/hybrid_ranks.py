@@ -3,7 +3,7 @@
 The optimizer moves state between CUDA and the host, and decides by ``Tensor.is_cuda``. Here, while
 it sorts its parameters, every tensor that was not moved to the host claims to be on CUDA. The rest
 is the real code, executed in one fixed order instead of on streams
-(``rlpost.trainer.megatron_on_cpu``).
+(``rlpost.extensions.on_cpu.megatron``).
 """
 
 from __future__ import annotations

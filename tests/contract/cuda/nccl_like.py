@@ -8,6 +8,7 @@ It copies the following from NCCL (ProcessGroupNCCL.cpp of torch 2.13):
   that the peer exited.
 - ``wait`` only orders streams, and returns whether or not the collective has completed. Use
   ``is_completed`` to find out.
+- An operation between some ranks connects no others: it must not be the first.
 - ``shutdown`` waits for collectives in flight; ``abort`` ends them. Here ``shutdown`` fails the
   test when it would hang.
 """
@@ -52,6 +53,13 @@ class Operation(dist._Work):
         return True
 
 
+class Unnoticed:
+    """What gloo refused to start."""
+
+    def wait(self) -> None:
+        raise RuntimeError("the peer is dead")
+
+
 class NcclLike(dist.ProcessGroup):
     """One rank of the group."""
 
@@ -67,12 +75,30 @@ class NcclLike(dist.ProcessGroup):
         self.made.append(self)
 
     def broadcast(self, tensors: Any, options: Any) -> Operation:
+        return self._start(lambda: self.gloo.broadcast(tensors, options))
+
+    def allreduce(self, tensors: Any, options: Any) -> Operation:
+        return self._start(lambda: self.gloo.allreduce(tensors, options))
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Operation:
+        assert self.gloo is not None, "a first operation between some ranks connects no others"
+        return self._start(lambda: self.gloo.send(tensors, peer, tag))
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Operation:
+        assert self.gloo is not None, "a first operation between some ranks connects no others"
+        return self._start(lambda: self.gloo.recv(tensors, peer, tag))
+
+    def _start(self, start: Any) -> Operation:
         if self.aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
         if self.gloo is None:
             self.connecting.set()
             self.gloo = ProcessGroupGloo(self.store, self.rank(), self.size(), HOURS)
-        self.operations.append(Operation(self.gloo.broadcast(tensors, options)))
+        try:
+            real = start()
+        except RuntimeError:  # gloo notices that the peer is dead; NCCL does not
+            real = Unnoticed()
+        self.operations.append(Operation(real))
         return self.operations[-1]
 
     def abort(self) -> None:

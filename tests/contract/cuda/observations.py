@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from torch import nn
 
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.tree import Config
+from rlpost.extensions.converting.conversion import Converter
 from rlpost.trainer import optimizer, parallel
-from rlpost.trainer.conversion import Converter
 from rlpost.trainer.layer_specs import implementation_name
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription, read_description
@@ -47,12 +48,15 @@ from tests.contract.cuda.observations_table import (
     EXPERT_LAYOUTS,
     GPUS,
     LAYOUTS,
+    LOCAL_LAYERS,
     OF_EXPERTS,
     ON_GPUS,
     RECIPES,
     SETTINGS,
+    WITHOUT_ENGINE,
 )
 from tests.contract.families import WITH_MTP, WITH_TENSOR_PARALLEL
+from tests.contract.local_layers import local_layers
 from tests.rare_collections import collect_rarely
 from tests.settings import rank_config
 
@@ -78,12 +82,14 @@ def observe_gpu(capability: tuple[int, int], has_flash_attention: bool, folder: 
 def observe_family(folder: Path) -> dict[str, Found]:
     """Build a family at several layouts, and its converter."""
     layouts = LAYOUTS | (EXPERT_LAYOUTS if "moe" in folder.name else {})
+    if not has_transformer_engine():  # with it, Megatron's own layers are built at all of them
+        layouts = {name: layouts[name] for name in WITHOUT_ENGINE}
     layouts = {
         name: (size, layout | (WITH_TENSOR_PARALLEL.get(folder.name, {}) if "tp" in name else {}))
         for name, (size, layout) in layouts.items()
     }
     if "linear_attention_freq" in read_description(str(folder), None).fields:
-        del layouts["cp"]  # refused
+        layouts.pop("cp", None)  # refused
     # with pipeline stages, the CPU stand-in for CUDA adds both copies of a tied embedding on the
     # CPU, which is impossible for "meta" tensors
     if read_description(str(folder), None).tied:
@@ -94,11 +100,18 @@ def observe_family(folder: Path) -> dict[str, Found]:
     common: dict[str, Any] = {"bf16": True, "enable_mtp_training": folder.name.endswith(WITH_MTP)}
     return {
         f"{kind}, {name}": built(
-            rank_config(str(folder), transformer_impl=kind, **common, **layout), size
+            rank_config(str(folder), **common, **layout), size, has_local_layers=kind == "local"
         )
         for kind in implementations
         for name, (size, layout) in layouts.items()
     } | {"converter": converted(rank_config(str(folder), **common))}
+
+
+def observe_settings(folder: Path, settings: dict[str, Any]) -> Found:
+    """Build a family with these settings of [perf] and [optimizer]."""
+    given = {"bf16": None} | settings
+    has_local_layers = given.pop(LOCAL_LAYERS, False)
+    return built(rank_config(str(folder), **given), 1, has_local_layers=has_local_layers)
 
 
 def has_transformer_engine() -> bool:
@@ -108,9 +121,10 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE)
 
 
-def built(settings: Config, size: int) -> Found:
+def built(settings: Config, size: int, *, has_local_layers: bool = False) -> Found:
     """Describe model, wrapped model, optimizer and exporter of rank 0, or the error."""
-    with fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
+    layers = local_layers() if has_local_layers else nullcontext()
+    with layers, fakes.faked_cuda(), fakes.faked_world(0, size), fakes.listening("rlpost") as said:
         try:
             description = read_description(settings.checkpoint.hf_checkpoint, settings.checkpoint)
             description.check_layout(settings)
@@ -294,7 +308,7 @@ def main(assets: str, families: str) -> None:
             name: observe_recipe(name, without_kernels) for name in OF_EXPERTS
         },
         "settings": {
-            name: built(rank_config(f"{families}/{family}", **({"bf16": None} | settings)), 1)
+            name: observe_settings(Path(families) / family, settings)
             for name, (family, settings) in SETTINGS.items()
         },
         "families": {

@@ -26,6 +26,8 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         LAYOUTS["tp"][1] | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
     ),
 }
+WITHOUT_ENGINE = ("one", "tp")
+"""Layouts at which families are built where TransformerEngine is not installed."""
 GPUS = {  # name: (compute capability, flash-attn is installed)
     "A100": ((8, 0), False),
     "A100 with flash-attn": ((8, 0), True),
@@ -41,16 +43,18 @@ NARROW = {
     "exp_avg_sq_dtype": "fp16",
 }
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+LOCAL_LAYERS = "local layers"
+"""Not a setting: the layers are Megatron's own, as with adapters."""
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     "adam in narrow types": ("qwen3", {"use_precision_aware_optimizer": True, **NARROW}),
     "adam in narrow types, local layers": (
         "qwen3",
-        {"use_precision_aware_optimizer": True, "transformer_impl": "local", **NARROW},
+        {"use_precision_aware_optimizer": True, LOCAL_LAYERS: True, **NARROW},
     ),
     "experts, every kernel, local layers": (
         "qwen3-moe",
         {
-            "transformer_impl": "local",
+            LOCAL_LAYERS: True,
             "moe_grouped_gemm": True,
             "moe_permute_fusion": True,
         },
@@ -61,7 +65,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
         OFFLOADED | {"use_precision_aware_optimizer": True, **NARROW},
     ),
     "whole adam on every rank": ("qwen3-moe", {"use_distributed_optimizer": False}),
-    "the engine": ("qwen3", {"transformer_impl": "transformer_engine"}),
     "experts, no word of kernels": ("qwen3-moe", {}),
     "experts, every kernel": (
         "qwen3-moe",
@@ -79,7 +82,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (family, settings)
     },
     "fused activation that is clamped": (
         "gpt-oss-moe",
-        {"transformer_impl": "local", "megatron": {"bias_activation_fusion": True}},
+        {LOCAL_LAYERS: True, "megatron": {"bias_activation_fusion": True}},
     ),
     "unfused swiglu": ("qwen3", {"megatron": {"bias_activation_fusion": False}}),
     "what Megatron refuses": ("qwen3", {"megatron": {"moe_enable_deepep": True}}),

@@ -31,12 +31,14 @@ from rlpost.config.tree import Config
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.trainer import device, megatron_checkpoint, parallel
 from rlpost.trainer.attention_backends import Gpu
-from rlpost.trainer.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint
+from rlpost.trainer.checkpoint_keys import NORM_OF_EXPERTS, ONCE, fit_to_checkpoint, stored_keys
+from rlpost.trainer.layer_specs import LOCAL
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import read_description
 from rlpost.trainer.model_state import METADATA
 from rlpost.trainer.parallel import Rendezvous
-from rlpost.trainer.weights.exporter import Exporter, weights_hash
+from rlpost.trainer.weights.whole_tensors import weights_hash
+from tests.contract.local_layers import local_layers
 from tests.ports import free_port
 from tests.settings import rank_config
 
@@ -85,10 +87,9 @@ def outcome(settings: Config, written: str, read: str, place: str) -> str | None
 def build(description: Any, implementation: str) -> Any:
     """Build a model and return its only chunk."""
     has_mtp = bool(description.hf_config.get("num_nextn_predict_layers"))
-    settings = rank_config(
-        "", bf16=True, transformer_impl=implementation, enable_mtp_training=has_mtp
-    )
+    settings = rank_config("", bf16=True, enable_mtp_training=has_mtp)
     with (
+        local_layers() if implementation == LOCAL else nullcontext(),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(device, "current", on_the_cpu),
         mock.patch.object(device, "gpu", lambda: Gpu((9, 0))),
@@ -104,13 +105,15 @@ def on_the_cpu() -> torch.device:
 def load(chunk: Any, folder: Any) -> None:
     """Load as ``megatron_checkpoint`` does."""
     state = {"model": chunk.sharded_state_dict(metadata=dict(METADATA))}
-    loaded = dist_checkpointing.load(fit_to_checkpoint(state, folder), str(folder))
+    loaded = dist_checkpointing.load(
+        fit_to_checkpoint(state, folder, stored_keys(folder)), str(folder)
+    )
     chunk.load_state_dict(loaded["model"])
 
 
 def hash_of(chunk: Any, description: Any) -> str:
     """Hash of all weights under their Hugging Face names."""
-    return weights_hash(Exporter(inventory_of([chunk], description)), max_bytes=1 << 30)
+    return weights_hash(inventory_of([chunk], description), max_bytes=1 << 30)
 
 
 @contextmanager

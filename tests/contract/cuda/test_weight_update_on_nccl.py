@@ -126,6 +126,7 @@ def engines() -> Iterator[Engines]:
     yield started
     for process in started.processes:
         stop(process)
+    NcclLike.made.clear()  # their sockets
 
 
 def trainer(timeout_s: float, backend: str = NAME) -> Broadcast:
@@ -144,7 +145,7 @@ def connect(
 ) -> Any:
     port = free_port()
     process = engines.start(port, name, num_buckets, then, broadcast.backend)
-    broadcast.connect("127.0.0.1", port, 1, name)
+    broadcast.connect("127.0.0.1", port, 1, name, READY_S)
     return process
 
 

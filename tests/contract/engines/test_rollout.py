@@ -94,13 +94,15 @@ def test_aborted_answers_are_resumed(sglang: Sglang) -> None:
     async def work(
         collector: Collector, buffer: RolloutBuffer
     ) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
-        await batch(collector, buffer)
-        partial = [
-            sample
-            for entry in buffer.waiting
-            for sample in entry.samples
-            if sample.finish_reason == "abort"
-        ]
+        partial: list[Sample] = []
+        while not any(sample.response_ids for sample in partial):  # all may have ended by then
+            await batch(collector, buffer)
+            partial = [
+                sample
+                for entry in buffer.waiting
+                for sample in entry.samples
+                if sample.finish_reason == "abort"
+            ]
         aborted = {(sample.prompt_id, sample.index): sample.response_ids for sample in partial}
         groups: list[SampleGroup] = []
         while {prompt_id for prompt_id, _ in aborted} - {group.prompt_id for group in groups}:

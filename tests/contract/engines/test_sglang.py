@@ -13,9 +13,10 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +24,8 @@ import pytest
 import torch
 
 from rlpost.config.engine_groups import teacher_url_group
+from rlpost.config.plan.shard_plan import SentTensor, Unit
+from rlpost.config.plan.shard_roles import RankPlan
 from rlpost.config.server_arg_values import server_arg_table
 from rlpost.driver.engines.engine_life import EngineLife, check_engine
 from rlpost.driver.engines.engine_settings import num_slots
@@ -39,7 +42,9 @@ from rlpost.engines.engine_side_weights import (
 )
 from rlpost.engines.group_client import GroupClient
 from rlpost.engines.places import Place, Places
+from rlpost.engines.shard_mover import Colocation, Meeting, ShardMover
 from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, SyncError
+from rlpost.models.regions import Box, contiguous, whole_box
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.generate import GroupWriter
 from rlpost.rollout.sampling import SamplingParams
@@ -49,6 +54,8 @@ from rlpost.tasks.prompts import PromptFields, PromptSet
 from rlpost.tasks.reward.grader import InlineGrader
 from rlpost.tasks.reward.registry import exact_match
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.trainer.weights.engine_group import TrainerRank
+from rlpost.trainer.weights.shard_transport import ShardTransport
 from rlpost.trainer.weights.trainer_side import Broadcast, Sharing
 from rlpost.types import Bucket, Prompt, Sample, SampleGroup, ScoredSample
 from tests.contract.engines.conftest import Sglang
@@ -187,10 +194,14 @@ def test_a_streamed_answer_is_the_one_in_one_piece(sglang: Sglang, ending: str) 
         async with Connection(engines) as connection:
             whole = await connection.generate("one piece", prompt.token_ids, params)
             watch = Watch(0.2, seen.clear, add)
-            return whole, await connection.generate("s", prompt.token_ids, params, watch=watch)
+            while True:  # an answer may end before its abort arrives
+                seen.clear()
+                one = await connection.generate("s", prompt.token_ids, params, watch=watch)
+                if ending != "abort" or one.finish_reason["type"] == "abort":
+                    return whole, one
 
-    whole, streamed = asyncio.run(ask())
-    assert streamed.finish_reason["type"] == ending and len(seen) > 2
+    whole, streamed = asyncio.run(asyncio.wait_for(ask(), 120))
+    assert streamed.finish_reason["type"] == ending and len(seen) > 1
     count = len(streamed.token_ids)
     assert count == length if ending == "length" else 0 < count < length
     assert streamed.token_ids == whole.token_ids[:count]
@@ -364,6 +375,12 @@ def test_the_key_is_in_no_command_line_and_no_log(sglang: Sglang) -> None:
         assert sglang.api_key not in log.read_text()
 
 
+def test_no_file_of_another_model_is_imported(sglang: Sglang) -> None:
+    """SGLang logs a warning for each that needs a package that is not installed."""
+    for log in sglang.logs.glob("*.log"):
+        assert "Ignore import error" not in log.read_text()
+
+
 def test_the_settings_read_from_the_source_are_those_of_the_server(sglang: Sglang) -> None:
     info = asyncio.run(EngineClient(sglang.addresses[0].url, sglang.api_key).server_info())
     names = server_arg_table().args.keys()
@@ -412,6 +429,111 @@ class InOneProcess:
         )
 
 
+class WholeSources:
+    """An unsharded model with the interface of the trainer's ``ShardSources``."""
+
+    gathered: frozenset[str] = frozenset()
+    inventory = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+        sent = [SentTensor(name, tuple(one.shape), "float32") for name, one in weights.items()]
+        self.units = [Unit(0, (one,)) for one in sent]
+        self.regions = [contiguous(whole_box(one.name, one.shape), one.name) for one in sent]
+
+    def prepare(self, names: Sequence[str]) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def read(self, box: Box) -> torch.Tensor:
+        at = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+        return self.weights[box.tensor][at]
+
+
+class ShardSenders:
+    """Trainer ranks that each hold all weights, in this process."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], count: int, *, secret: str) -> None:
+        self.ranks = [
+            ShardTransport(
+                WholeSources(weights),
+                rank=TrainerRank(rank, count),
+                backend="gloo",
+                timeout_s=600,
+                secret=secret,
+            )
+            for rank in range(count)
+        ]
+
+    async def describe(self) -> list[Any]:
+        return [rank.describe() for rank in self.ranks]
+
+    async def use(self, plans: Sequence[RankPlan]) -> None:
+        for rank, plan in zip(self.ranks, plans, strict=True):
+            rank.use(plan)
+
+    async def connect(self, num_engine_ranks: int, meeting: Meeting) -> None:
+        place = (meeting.host, meeting.port, num_engine_ranks, meeting.name, meeting.join_s)
+        await asyncio.to_thread(self.ranks[0].connect, *place)
+        await asyncio.to_thread(self.ranks[0].meet, meeting.join_s)
+
+    async def pack(self, index: int) -> None:
+        await asyncio.to_thread(self.ranks[0].pack, index)
+
+    async def send(self, index: int) -> None:
+        await asyncio.to_thread(self.ranks[0].send, index)
+
+    async def share(self, index: int, message: Mapping[str, object]) -> list[str]:
+        return [rank.share(index, message) for rank in self.ranks]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.release()
+            rank.disconnect()
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "sent"])
+def test_slices_of_weights_reach_every_engine(sglang: Sglang, tmp_path: Path, shares: bool) -> None:
+    """After two updates in slices, greedy answers are those of transformers.
+
+    The second has other weights and the plan of the first.
+    """
+    old, prompts = load(sglang.model), held_out(sglang.model, 12)
+    torch.manual_seed(37 + shares)
+    new = type(old)(old.config).eval()
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight.mul_(3.0 if weight.dim() > 1 else 1.0)
+    weights = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in new.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    whole = WeightUpdate(sglang.addresses, api_key=sglang.api_key, timeout_s=600)
+    meeting = Meeting("127.0.0.1", free_ports(1)[0], f"slices-{shares}", "gloo", 60, 600)
+    senders = ShardSenders(weights, 2 if shares else 1, secret=sglang.api_key)
+    where = Colocation(((0,), (1,))) if shares else meeting
+    total = sum(tensor.nbytes for tensor in weights.values())
+    mover = ShardMover(senders, where, folder=tmp_path / "slices", max_bytes=total // 3)
+
+    async def update_twice() -> None:
+        assert await whole.without_shard_loader() == []
+        await whole.update(30, mover)
+        for name, tensor in weights.items():
+            tensor.copy_(new.state_dict()[name])
+        await whole.update(31, mover)
+
+    asyncio.run(update_twice())
+    senders.close()
+    wanted = hf_greedy(new, prompts)
+    for address in sglang.addresses:
+        assert greedy_of_engine(address.url, sglang.api_key, prompts) == wanted
+    groups = groups_of(sglang, prompts, SamplingParams(MAX_NEW, 1.0, stop_token_ids=(1,)), n=1)
+    assert {scored.sample.policy_version for group in groups for scored in group.samples} == {31}
+
+
 class Sender:
     """The trainer's side of a broadcast, without its actors."""
 
@@ -431,7 +553,7 @@ class Sender:
         port, ranks = free_ports(1)[0], num_engine_ranks(whole.receivers)
         joining = self.mover.connect(whole.receivers, [("127.0.0.1", port)], backend="gloo")
         own = asyncio.to_thread(
-            self.broadcast.connect, "127.0.0.1", port, ranks, stage_group(GROUP, 0)
+            self.broadcast.connect, "127.0.0.1", port, ranks, stage_group(GROUP, 0), 60.0
         )
         await asyncio.gather(joining, own)
 
@@ -585,20 +707,25 @@ def test_a_slow_engine_is_busy_during_a_long_prefill_and_a_stopped_one_is_dead(
     below = psutil.Process(engine.pid).children(recursive=True)
     (scheduler,) = [each for each in below if "scheduler" in "".join(each.cmdline())]
     rng = random.Random(1)
-    prompts = [[rng.randrange(2, 20) for _ in range(500)] for _ in range(8)]
-    prefill = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+
+    async def prefill(client: EngineClient, life: EngineLife, num_prompts: int) -> None:
+        prompts = [[rng.randrange(2, 20) for _ in range(500)] for _ in range(num_prompts)]
+        body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}}
+        answering = asyncio.create_task(client.request("POST", "/generate", body))
+        while not answering.done():
+            assert await check_engine(replace(client, timeout_s=1.5), life) is None
+        assert len(await answering) == num_prompts
 
     async def run() -> str | None:
-        client = EngineClient(url, sglang.api_key, timeout_s=120.0)
-        checking, life = replace(client, timeout_s=1.5), EngineLife(url)
+        client = EngineClient(url, sglang.api_key, timeout_s=240.0)
+        checking, num_prompts = replace(client, timeout_s=1.5), 4
         with slowed_ten_times(scheduler):
-            answering = asyncio.create_task(client.request("POST", "/generate", prefill))
-            while not answering.done():
-                assert await check_engine(checking, life) is None
-            assert len(await answering) == len(prompts)
+            while "is busy" not in caplog.text:  # a fast machine needs more prompts
+                num_prompts *= 2
+                await prefill(client, EngineLife(url, 30.0), num_prompts)
         scheduler.suspend()
         try:
-            return await check_engine(checking, EngineLife(url))
+            return await check_engine(checking, EngineLife(url, 30.0))
         finally:
             scheduler.resume()
 

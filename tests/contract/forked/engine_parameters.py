@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from rlpost.engines import server
+from rlpost.extensions.on_cpu.engine import engine_settings
 from tests.contract.families import load_folder
 
 
@@ -37,7 +38,7 @@ def unfilled(folder: Path) -> list[str]:
     from sglang.srt.server_args import ServerArgs
 
     given = {"model_path": str(folder), "skip_tokenizer_init": True}
-    args = ServerArgs(**server.engine_arguments(given, has_cuda=False))
+    args = ServerArgs(**server.engine_arguments(engine_settings(given)))
     args.resolve_once()
     ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
     runtime_context.publish(args, role="scheduler", ranks=ranks)

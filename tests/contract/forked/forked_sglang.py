@@ -17,21 +17,22 @@ import json
 import multiprocessing
 import os
 import pickle
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from rlpost.engines import server
 from rlpost.engines.process import ENVIRONMENT, NOT_INHERITED
+from rlpost.extensions.on_cpu.engine import use_stand_ins
 from rlpost.types import EngineAddress
 from tests.contract.conftest import ROOT, START_DEADLINE_S
 from tests.engines_on_cpu import use_plugins
@@ -72,8 +73,19 @@ class ForkedSglang:
         self.process.wait(60)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def start(self, model: Path, api_key: str, log: Path, **server_args: object) -> EngineAddress:
-        """Start an engine of a model folder, without a tokenizer."""
+    def start(
+        self,
+        model: Path,
+        api_key: str,
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **server_args: object,
+    ) -> EngineAddress:
+        """Start an engine of a model folder, without a tokenizer.
+
+        ``environment`` are variables that it has beside those of all engines.
+        """
         port = free_ports(1)[0]
         arguments = {
             "host": "127.0.0.1",
@@ -84,7 +96,8 @@ class ForkedSglang:
             "skip_tokenizer_init": True,
             **server_args,
         }
-        is_ready = self._ask({"arguments": arguments, "log": str(log)})
+        document = {"arguments": arguments, "log": str(log), "environment": dict(environment or {})}
+        is_ready = self._ask(document)
         assert is_ready, f"the engine of {model} ended:\n{log.read_text()[-6000:]}"
         return EngineAddress(url=f"http://127.0.0.1:{port}", num_gpus=1)
 
@@ -106,8 +119,7 @@ class ForkedSglang:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(json.dumps(document) + "\n")
-        ready, _, _ = select.select([stdout], [], [], START_DEADLINE_S)
-        assert ready, f"no answer within {START_DEADLINE_S:.0f} s"
+        assert wait([stdout], START_DEADLINE_S), f"no answer within {START_DEADLINE_S:.0f} s"
         return json.loads(stdout.readline())
 
 
@@ -130,6 +142,7 @@ class Forked:
             for descriptor in (stdin, log, self.ready, self.stdin):
                 os.close(descriptor)
             del os.environ["SGLANG_CPU_OMP_THREADS_BIND"]  # run_engine sets it for its ranks
+            os.environ.update(document["environment"])
             server.not_in_children(ready)
             server.end_with_parent()
             server.run_engine(document["arguments"], ready)
@@ -167,7 +180,7 @@ def main() -> None:
     """Answer each line of standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # keep what SGLang prints out of the answers
-    server.use_stand_ins()
+    use_stand_ins()
     use_plugins()
     import sglang.srt.entrypoints.http_server
     from sglang.srt.plugins import load_plugins

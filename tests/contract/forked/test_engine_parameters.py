@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
+from rlpost.extensions.converting.fp8_folder import write_fp8_folder
 from rlpost.models import families
-from rlpost.trainer.weights.fp8_folder import write_fp8_folder
 from tests.contract.families import (
     FAMILIES,
     LATENT_MTP,

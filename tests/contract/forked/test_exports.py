@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.cli.convert import hf_to_torch_dist, torch_dist_to_hf
+from rlpost.extensions.converting.convert import hf_to_torch_dist, torch_dist_to_hf
 from tests.contract.actor_ranks import in_processes, run_ranks
 from tests.contract.conftest import ROOT
 from tests.contract.families import load_folder, make_family

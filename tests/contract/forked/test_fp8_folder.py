@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from rlpost.cli.convert import hf_to_fp8
+from rlpost.extensions.converting.convert import hf_to_fp8
 from rlpost.models.fp8 import SIDE, SUFFIX
 from rlpost.trainer.weights.quantise import FP8, dequantise
 from tests.contract.families import load_folder, make_family
@@ -25,11 +26,14 @@ GPU_TYPES = {"h100": False, "b200": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def log_level() -> Iterator[None]:
-    """The program sets the level of the log for its process, which other tests share."""
+def log_level_and_environment() -> Iterator[None]:
+    """The program sets the level of the log and CUDA_VISIBLE_DEVICES for its process, which other
+    tests share.
+    """
     logger = logging.getLogger("rlpost")
     level = logger.level
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     logger.setLevel(level)
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.cli.plan import parse_size
+from rlpost.cli.planned_gpus import parse_size
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.engine_memory import (
+from rlpost.config.plan.hf_shape import hf_shape
+from rlpost.config.plan.shape import Shape
+from rlpost.config.plan.weight_update import RECEIVED_BUFFERS
+from rlpost.config.tree import Config
+from rlpost.extensions.planning.engine_memory import (
     PlannedEngine,
     attention_gpus,
     default_fraction,
     planned_engine,
 )
-from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.config.plan.nccl_memory import engine_context, idle_context
-from rlpost.config.plan.shape import Shape
-from rlpost.config.plan.weight_update import RECEIVED_BUFFERS
-from rlpost.config.tree import Config
+from rlpost.extensions.planning.nccl_memory import engine_context, idle_context
 from tests.contract.cuda.library_source import Source
 from tests.contract.forked.engine_modules import built
 from tests.contract.forked.forked_sglang import ForkedSglang

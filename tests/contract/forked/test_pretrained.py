@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rlpost.cli.arithmetic_data import problems
 from rlpost.config.tree import Config
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import DiskMover, WeightUpdate
+from rlpost.extensions.fetching.arithmetic_data import problems
 from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
 from rlpost.types import EngineAddress, TrainSample
 from tests.contract.actor_ranks import run_ranks

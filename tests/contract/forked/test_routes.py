@@ -35,6 +35,7 @@ KEY = "routes-key-17"
 FORM = RouteFormat(layers=(1, 2, 3), num_layers=4, num_experts=8, topk=2)
 PROMPTS = [Prompt(index, "", (5 + index, 6, 7, 8 + index)) for index in range(6)]
 P = 4
+DEADLINE_S = 300
 LONG = SamplingParams(max_new_tokens=200)
 TIE = 1e-4
 """Scores closer than this are equal: engine and transformers sum in different orders."""
@@ -166,7 +167,10 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
         return DiskMover(prepare)
 
     async def whole() -> list[tuple[Prompt, Any]]:
-        async with Connection(mixture.serving, routes=FORM) as connection, asyncio.timeout(120):
+        async with (
+            Connection(mixture.serving, routes=FORM) as connection,
+            asyncio.timeout(DEADLINE_S),
+        ):
             met: list[Any] = []
             while not met:  # all answers may have ended before the update
                 tasks = [asyncio.create_task(write(connection, prompt)) for prompt in PROMPTS]

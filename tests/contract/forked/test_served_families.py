@@ -7,6 +7,8 @@ trainer, so the update brings everything.
 from __future__ import annotations
 
 import asyncio
+import sys
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rlpost.config.engine_groups import teacher_url_group
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import WeightUpdate
 from rlpost.engines.group_client import GroupClient
+from rlpost.engines.model_module import MODULE, PACKAGE, environment, modules_by_class
 from rlpost.engines.places import Place, Places
 from rlpost.rollout.teacher import TeacherServer
 from rlpost.types import EngineAddress, Sample, TrainSample
@@ -49,6 +52,30 @@ SERVED = (
     pytest.param("gemma3-published", marks=pytest.mark.slow),
     pytest.param("mistral3", marks=pytest.mark.slow),
 )
+
+
+def modules_of_models() -> dict[str, list[str]]:
+    """Return the modules of each class that SGLang serves, in a process that imported all of them."""
+    modules: dict[str, list[str]] = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("sglang.srt.models.") and hasattr(module, "EntryClass"):
+            listed = module.EntryClass
+            for entry in listed if isinstance(listed, list) else [listed]:
+                modules.setdefault(entry.__name__, []).append(name.rpartition(".")[2])
+    return modules
+
+
+def test_the_file_of_each_model_is_found_without_importing_it(forked: ForkedSglang) -> None:
+    """Files that cannot be imported on this machine are found as well."""
+    folder = Path(str(find_spec("sglang").origin)).parent / "srt" / "models"  # type: ignore[union-attr]
+    served = forked.call(modules_of_models)
+    found = modules_by_class(folder.glob("*.py"))
+    assert len(served) > 200
+    assert {name: found.get(name) for name in served} == served
+    chosen = environment(["Qwen3MoeForCausalLM"], {})
+    assert chosen[MODULE] == "sglang.srt.models.qwen3_moe"
+    assert environment(["Unknown"], {}) == environment(None, {}) == environment([], {}) == {}
+    assert environment(["Qwen3MoeForCausalLM"], {PACKAGE: "their_models"}) == {}
 
 
 def as_answer(sample: TrainSample) -> Sample:

@@ -42,11 +42,14 @@ PIECES = st.sampled_from(
 )
 TEXTS = st.lists(PIECES | st.text(max_size=8), max_size=12).map("".join)
 SCHEMAS = st.recursive(
-    st.none() | st.booleans() | st.sampled_from(["string", "integer"]),
+    st.none() | st.booleans() | st.sampled_from(["string", "integer", "#", "#/properties/city"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["type", "anyOf", "allOf", "enum", "properties", "city", "days"]), inner
+            st.sampled_from(
+                ["type", "$ref", "anyOf", "allOf", "enum", "properties", "city", "days"]
+            ),
+            inner,
         )
     ),
     max_leaves=8,
@@ -131,6 +134,11 @@ def test_the_format_of_calls_is_found_by_reading_a_call_that_the_template_writes
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 123),
         ({"enum": [123]}, 123),
         ({"type": "object", "properties": {"x": True}}, 123),
+        ({"$ref": "#/$defs/Limit"}, 123),  # of MCP and pydantic, vllm-project/vllm pull 37652
+        ({"$ref": "#/$defs/a~1b"}, "123"),
+        ({"anyOf": [{"$ref": "#/$defs/Limit"}, {"type": "null"}]}, 123),
+        ({"allOf": [{"$ref": "#/$defs/a~1b"}]}, "123"),
+        ({"$ref": "#/$defs/Many"}, 123),
     ],
 )
 def test_a_value_without_quotes_is_text_if_its_schema_allows_a_string(
@@ -140,7 +148,9 @@ def test_a_value_without_quotes_is_text_if_its_schema_allows_a_string(
     if form == "xml":
         value_text = "<parameter=city>\n123\n</parameter>"
         text = f"<tool_call>\n<function=weather>\n{value_text}\n</function>\n</tool_call>"
-    tools = tools_of({"type": "object", "properties": {"city": schema}})
+    many = {"anyOf": [{"$ref": "#/$defs/Many"}] * 1000 + [{"type": "integer"}]}
+    defs = {"Limit": {"type": "integer"}, "a/b": {"enum": ["123"]}, "Many": many}
+    tools = tools_of({"type": "object", "$defs": defs, "properties": {"city": schema}})
     (call,) = parse_answer(text, form, tools).calls
     assert json.loads(call.arguments) == {"city": value}
 

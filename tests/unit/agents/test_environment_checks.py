@@ -46,6 +46,7 @@ class Old:
         from rlpost.agents.environments.protocol import Step
     def step(self, turn):
         import rlpost.unknown
+        from rlpost.types import Sample, Unknown
 """
 
 
@@ -92,6 +93,7 @@ def test_imports_of_modules_of_rlpost_that_have_another_name_are_named(tmp_path:
         "10: rlpost has no module rlpost.agents.environments.protocol; use "
         "rlpost.extensions.agents.environments.protocol",
         "12: rlpost has no module rlpost.unknown; docs/api.md lists the names",
+        "13: rlpost has no name rlpost.types.Unknown; docs/api.md lists the names",
     ]
 
 

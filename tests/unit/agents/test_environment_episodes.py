@@ -328,7 +328,7 @@ def test_a_halt_cancels_a_working_environment_and_closes_it(monkeypatch) -> None
     records: list[dict[str, Any]] = []
     left, seconds = asyncio.run(asyncio.wait_for(halted(), 30))
     assert left == Unfinished(prompt()), "it is generated again from its prompt"
-    assert closed == [1] and records == [] and seconds < 5.0
+    assert closed == [1] and records == [] and seconds < 20.0
 
 
 async def test_no_more_episodes_run_at_once_than_allowed() -> None:
@@ -364,14 +364,19 @@ async def test_no_more_episodes_run_at_once_than_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "told", "error"),
     [
-        ("text", "step returned 'text'"),
-        (Step(reward=float("nan")), "the reward of step is nan"),
-        (Step(reward="much"), "the reward of step is 'much'"),
+        ("text", "step returned 'text'", ConfigError),
+        (Step(reward="much"), "the reward of step is 'much'", ConfigError),
+        (Step(reward=float("nan")), "the reward of step is nan", GradingLost),
+        (Step(reward=10**400), "the reward of step is 1000", GradingLost),
     ],
 )
-def test_an_invalid_result_of_an_environment_ends_the_run(given: Any, told: str) -> None:
+def test_an_invalid_result_of_an_environment_ends_the_run_and_no_finite_reward_the_episode(
+    given: Any, told: str, error: type[Exception]
+) -> None:
+    """A policy may bring an environment to divide 0 by 0."""
+
     class Wrong:
         def reset(self, prompt):
             return None
@@ -379,8 +384,8 @@ def test_an_invalid_result_of_an_environment_ends_the_run(given: Any, told: str)
         def step(self, turn):
             return given
 
-    with pytest.raises(ConfigError, match=r"--env pkg.mod:Game") as caught:
-        asyncio.run(play(Script("1"), Wrong))
+    with pytest.raises(error, match=r"--env pkg.mod:Game") as caught:
+        asyncio.run(play(Script("1", "1", "1"), Wrong))
     assert told in str(caught.value)
 
 

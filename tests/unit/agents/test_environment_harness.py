@@ -167,18 +167,19 @@ def test_requests_beside_the_task_are_left_out_of_training_and_recorded(
 
 
 @pytest.mark.parametrize(
-    ("rewards", "message"),
+    ("rewards", "message", "error"),
     [
-        ((0.5, float("nan")), r"turn_rewards\[1\] of run is nan"),
-        ((0.5, None), r"turn_rewards\[1\] of run is None"),
-        ((1, 2, 3), "3 turn_rewards for 2 answered requests"),
+        ((0.5, float("nan")), r"turn_rewards\[1\] of run is nan", GradingLost),
+        ((0.5, None), r"turn_rewards\[1\] of run is None", ConfigError),
+        ((1, 2, 3), "3 turn_rewards for 2 answered requests", ConfigError),
     ],
 )
 def test_turn_rewards_are_finite_and_at_most_as_many_as_answers(
-    folder: str, rewards: Sequence[Any], message: str
+    folder: str, rewards: Sequence[Any], message: str, error: type[Exception]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        play(folder, Asks(["first?", "second?"], Outcome(1.0, rewards)), ["one", "two"])
+    harness = Asks(["first?", "second?"], Outcome(1.0, rewards))
+    with pytest.raises(error, match=message):
+        play(folder, harness, ["one", "two"], env_retries=0)
 
 
 def test_turn_rewards_of_numpy_become_numbers_of_json(folder: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +15,7 @@ from aiohttp import web
 
 from rlpost.errors import ConfigError, DataError, GradingLost
 from rlpost.extensions.agents.environments.export import main as export
-from rlpost.extensions.agents.environments.of_nemogym import NemoGymHarness
+from rlpost.extensions.agents.environments.of_nemogym import MAX_OUTPUT, NemoGymHarness
 from rlpost.extensions.agents.environments.protocol import Episode
 from rlpost.types import Prompt
 from tests.unit.agents.chat_models import write_model
@@ -36,10 +38,17 @@ ROW: dict[str, Any] = {
 
 
 class Resources:
-    """A server whose tool and verifier need the session's cookie. ``verdict`` replaces its own."""
+    """A server whose tool and verifier need the session's cookie.
 
-    def __init__(self, verdict: dict[str, Any] | None = None) -> None:
-        self.verdict = verdict
+    ``verdict`` and ``output``, of the tool, replace its own.
+    """
+
+    def __init__(
+        self,
+        verdict: dict[str, Any] | web.Response | None = None,
+        output: web.Response | None = None,
+    ) -> None:
+        self.verdict, self.output = verdict, output
         self.asked = list[tuple[str, Any]]()
         self.url = ""
 
@@ -52,8 +61,12 @@ class Resources:
             return answer
         if request.cookies.get("session") != "s1":
             return web.json_response({"detail": "no session"}, status=403)
+        if path == "/weather" and self.output:
+            return self.output
         if path == "/weather":
             return web.json_response({"weather": f"{body['city']} is sunny"})
+        if isinstance(self.verdict, web.Response):
+            return self.verdict
         if self.verdict:
             return web.json_response(self.verdict)
         texts = json.dumps(body["response"]["output"])
@@ -155,6 +168,8 @@ async def test_a_row_without_a_task_and_a_server_that_is_gone_are_errors(folder:
         ({"reward": 0.0, "mask_sample": True}, "mask_sample"),
         ({"reward": 0.0, "instance_config": {"mask_sample": True}}, "mask_sample"),
         ({"scores": [1]}, "/verify returned no reward"),
+        ({"reward": None}, "/verify returned no reward"),
+        ({"reward": 1.0, "scores": "x" * MAX_OUTPUT}, "/verify answers with more than"),
     ],
 )
 async def test_a_verdict_that_is_no_score_of_the_answer_is_lost_and_never_zero(
@@ -168,6 +183,58 @@ async def test_a_verdict_that_is_no_score_of_the_answer_is_lost_and_never_zero(
     ):
         with pytest.raises(GradingLost, match=told):
             await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
+
+
+BOMB = {"Content-Encoding": "gzip", "Content-Type": "text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("output", "seen"),
+    [
+        (web.Response(body=b"\xed\xa0\xbd \xff", content_type="text/plain"), "\ufffd \ufffd"),
+        (web.Response(status=201, headers={"Location": "/reports/1"}, text="stored"), "stored"),
+        (web.Response(status=307, headers={"Location": "/verify"}), "redirects to '/verify'"),
+        (web.Response(body=gzip.compress(bytes(2 * MAX_OUTPUT)), headers=BOMB), "too long"),
+    ],
+)
+async def test_an_output_of_a_tool_is_bounded_text_of_the_server_itself(
+    folder: str, output: web.Response, seen: str
+) -> None:
+    """A policy may bring a tool to write anything, and a server name others of the driver's node."""
+    resources = Resources(output=output)
+    async with setup(folder, [CALL, "Done."]) as made, resources.serving():
+        made.gateway.policy.longest_request = 10_000
+        async with await made.open() as opened:
+            error = ""
+            try:
+                await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
+            except (aiohttp.ClientError, GradingLost) as raised:
+                error = str(raised)
+            asked = [path for path, _ in resources.asked]
+            assert (seen in error) == bool(error), error
+            assert asked[:2] == ["/seed_session", "/weather"]
+            assert asked[2:] == ([] if error else ["/verify"])
+            assert (opened.limit_reached == "context") == (seen == "too long")
+    if not error:
+        outputs = [item.get("output") for item in resources.asked[2][1]["response"]["output"]]
+        assert any(seen in str(each) for each in outputs)
+
+
+async def test_a_refusal_of_a_server_is_read_up_to_a_bound(folder: str) -> None:
+    size = 16 * MAX_OUTPUT
+    resources = Resources(web.Response(status=500, body=gzip.compress(b"x" * size), headers=BOMB))
+    async with (
+        setup(folder, ["Done."]) as made,
+        resources.serving(),
+        await made.open() as opened,
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(aiohttp.ClientResponseError, match="Internal Server Error: xxxx"):
+                await NemoGymHarness(resources.url).run(asked_of(opened, ROW))
+            assert tracemalloc.get_traced_memory()[1] < size
+        finally:
+            tracemalloc.stop()
 
 
 FORCED = {"responses_create_params": {**ROW["responses_create_params"], "tool_choice": "required"}}
@@ -205,6 +272,7 @@ def test_export_makes_a_prompt_file_of_a_file_of_nemo_gym(tmp_path: Any, capsys:
     data.write_text(json.dumps(FORCED) + "\n")
     assert export([word, "--out", str(out), "--env-args", arguments]) == 2
     assert "line 1: the gateway refuses" in capsys.readouterr().err
-    data.write_text("{}\n")
-    assert export([word, "--out", str(out), "--env-args", arguments]) == 2
-    assert "line 1: no task of NeMo-Gym" in capsys.readouterr().err
+    for text in ("{}", "[" * 100_000):
+        data.write_text(f"{text}\n")
+        assert export([word, "--out", str(out), "--env-args", arguments]) == 2
+        assert "line 1: no task of NeMo-Gym" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from tests.ports import free_port
 
 IS_INSTALLED = importlib.util.find_spec("openenv") is not None
 CLOSED: list[int] = []
+FLOOD = 17 << 20  # bytes of an answer, beyond what the adapter lets the library hold
 
 
 def sums(core: Any) -> tuple[Any, Any, Any]:
@@ -52,6 +53,8 @@ def sums(core: Any) -> tuple[Any, Any, Any]:
         def step(self, action, timeout_s=None):
             if action.message == "crash":
                 raise OSError("the disk is gone")
+            if action.message == "flood":
+                return Unscored(error="x" * FLOOD, reward=1.0)
             if action.message == "verify":
                 return Unscored(reward=None, done=True)
             self._total += int(action.message)
@@ -135,10 +138,11 @@ def test_actions_may_be_json_and_reset_may_have_arguments(url: str) -> None:
 def test_an_invalid_action_is_reported_to_the_model_and_the_session_continues(
     url: str,
 ) -> None:
-    _, none, wrong, right = asyncio.run(
-        play(url, "no object", '{"massage": "3"}', '{"message": "3"}', action=None)
+    braces = "{" * 400_000  # a regular expression searched for the end of each, for minutes
+    _, none, many, wrong, right = asyncio.run(
+        play(url, "no object", braces, '{"massage": "3"}', '{"message": "3"}', action=None)
     )
-    assert "no JSON object" in none.text and "not valid" in wrong.text
+    assert "no JSON object" in none.text and many == none and "not valid" in wrong.text
     assert (none.reward, wrong.reward, wrong.done) == (0.0, 0.0, False)
     assert '"total": 3' in right.text
 
@@ -148,6 +152,15 @@ def test_a_failing_or_unreachable_environment_raises(url: str) -> None:
         asyncio.run(play(url, "crash"))
     with pytest.raises(ConnectionError):
         asyncio.run(play(f"http://127.0.0.1:{free_port()}"))
+
+
+def test_an_answer_is_bounded_before_it_is_decoded(url: str) -> None:
+    """The library's bound is 100 MB, of which brackets become gigabytes in the driver.
+
+    A policy can cause such an answer: its episode is scored, not masked.
+    """
+    *_, last = asyncio.run(play(url, "3", "flood"))
+    assert (last.reward, last.done) == (0.0, True) and "too long" in last.text
 
 
 def test_an_episode_that_the_server_could_not_score_is_lost_and_never_zero(url: str) -> None:

@@ -8,10 +8,12 @@ import re
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from rlpost.algorithm.plugin import load_function
+from rlpost.columns import IntColumn
 from rlpost.config.load import load
 from rlpost.extensions.agents.checks import agent_problems
 from rlpost.extensions.agents.env_names import parse_envs
@@ -21,6 +23,8 @@ from rlpost.extensions.agents.environments.harbor.check import main as check_tas
 from rlpost.extensions.agents.environments.harbor.tasks import read_task
 from rlpost.extensions.agents.environments.harness import HarnessRunner
 from rlpost.extensions.agents.environments.make import make_environments
+from rlpost.extensions.agents.environments.protocol import Step, Turn
+from rlpost.extensions.agents.sandbox.protocol import Pool, Sandbox
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.types import Prompt, Sample
@@ -37,7 +41,7 @@ PAGE = Path(__file__).parents[3] / "docs/agents.md"
 def examples(tmp_path: Path) -> Path:
     environments, _, _ = PAGE.read_text().partition("\n## Sandboxes")
     blocks = re.findall(r"```python\n(.*?)```", environments, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     path = tmp_path / "my_env.py"
     path.write_text("\n\n".join(blocks))
     return path
@@ -57,6 +61,26 @@ def test_the_environment_in_the_documentation_plays_an_episode(examples: Path) -
     assert sample.extra["reward"] == 0.75
     assert [turn[2] for turn in sample.extra["turn_rewards"]] == [-0.25, 1.0]
     assert record["turns"][0]["tool"] == "countdown"
+
+
+def test_the_desktop_in_the_documentation_returns_screenshots(examples: Path) -> None:
+    """With a sandbox that has the methods of the real ones; contract/test_sandbox_images has one."""
+    sandbox = create_autospec(Sandbox, instance=True)
+    sandbox.read.return_value = b"a screenshot"
+    desktop = load_function(f"{examples}:Desktop", key="--env")()
+    desktop.sandboxes = create_autospec(Pool, instance=True)
+    desktop.sandboxes.acquire.return_value = sandbox
+
+    async def played() -> Step:
+        assert await desktop.reset(Prompt(0, "", ())) == [b"a screenshot", "Your move: "]
+        step = await desktop.step(Turn(0, "click 1", IntColumn(()), "stop", None))
+        await desktop.close()
+        return step
+
+    step = asyncio.run(played())
+    assert step.text == [b"a screenshot", "Your move: "] and step.tool == "mouse" and not step.done
+    assert [call.args[0] for call in sandbox.run.await_args_list][1] == "xdotool click 1"
+    sandbox.close.assert_awaited_once()
 
 
 def test_the_harness_in_the_documentation_plays_an_episode_with_openais_client(

@@ -12,8 +12,8 @@ from rlpost.algorithm.turns import turn_returns
 from rlpost.config.groups.grpo import GrpoConfig
 from rlpost.driver.batches import rollout_advantages, rollout_samples
 from rlpost.durable.group_records import BASE64, group_from, group_record
+from rlpost.extensions.agents.episode_results import EpisodeResult, TurnResult, rewarded
 from rlpost.rollout.episode_metrics import episode_metrics
-from rlpost.rollout.episode_results import EpisodeResult, TurnResult, rewarded
 from rlpost.rollout.evaluate import pass_rates
 from rlpost.types import Sample, SampleGroup, ScoredSample
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from common.run_folder import create_run_folder
 from rlpost.config.load import dump, load
-from rlpost.observe.report.write import write_report
-from rlpost.observe.traces import MAX_TEXT, EpisodeFile, chosen, read_episodes, summary
+from rlpost.extensions.agents.episode_file import MAX_TEXT, EpisodeFile
+from rlpost.extensions.watching.report.episodes import chosen, read_episodes, summary
+from rlpost.extensions.watching.report.write import write_report
 
 HOSTILE = "</pre><script>alert(1)</script>"
 

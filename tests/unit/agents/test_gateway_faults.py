@@ -8,6 +8,8 @@ import itertools
 import json
 import logging
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,15 @@ from aiohttp import web
 
 from rlpost.extensions.agents import aside, http_server, policy, written_answer
 from rlpost.extensions.agents import episode as episode_module
+from rlpost.extensions.agents.anthropic_format import messages_request
+from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.chat_template import ChatTemplate
 from rlpost.extensions.agents.conversation import Conversation, MessageNode
 from rlpost.extensions.agents.gateway import EpisodeLimits, OpenEpisode
 from rlpost.extensions.agents.http_server import REPEATED_HEADER
+from rlpost.extensions.agents.openai_format import chat_request
+from rlpost.extensions.agents.requests import ChatRequest
+from rlpost.extensions.agents.responses_format import responses_request
 from rlpost.rollout.sampling import SamplingParams
 from tests.unit.agents.chat_models import write_model
 from tests.unit.agents.harness import TOOLS
@@ -314,6 +321,44 @@ def blocks_of(**texts: str) -> Body:
         ],
         "tools": [tool],
     }
+
+
+def many_parts(count: int) -> list[tuple[Callable[[Body], ChatRequest], Body]]:
+    """Requests of ``count`` small parts: calls with outputs, answers, custom tools, a namespace."""
+    calls = [{"id": f"{n}", "function": {"name": "f"}} for n in range(count)]
+    outputs = [{"role": "tool", "tool_call_id": f"{n}", "content": ""} for n in range(count)]
+    parts = [{"role": "assistant", "tool_calls": [call]} for call in calls]
+    custom = [{"type": "custom", "name": f"{n}"} for n in range(count)]
+    namespace = {"type": "namespace", "name": "m", "tools": custom}
+    return [
+        (chat_request, {"messages": [USER, parts[0] | {"tool_calls": calls}, USER, *outputs]}),
+        (chat_request, {"messages": [USER, *parts, USER]}),
+        (chat_request, {"messages": [USER], "tools": [each | {"custom": each} for each in custom]}),
+        (responses_request, {"input": "x", "tools": custom}),
+        (responses_request, {"input": "x", "tools": [namespace]}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_many_small_parts_of_a_request_are_read_in_linear_time(number: int) -> None:
+    """All conversations wait for the thread: a request of 4 MiB took half a minute of its time."""
+
+    def seconds(count: int) -> float:
+        read, body = many_parts(count)[number]
+        began = time.thread_time()
+        read(body)
+        return time.thread_time() - began
+
+    # linear: 4 times as long, quadratic: 16 times
+    assert min(seconds(16_000) for _ in range(3)) < 9 * min(seconds(4_000) for _ in range(3))
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_a_reference_to_a_tool_without_its_name_is_refused(name: object) -> None:
+    body = {**blocks_of(), "max_tokens": 9}
+    body["messages"][2]["content"][0]["content"] = [{"type": "tool_reference", "tool_name": name}]
+    with pytest.raises(BadRequest, match="tool_reference without tool_name"):
+        messages_request(body)
 
 
 PLACES = ("system", "user", "answer", "reasoning", "name", "arguments", "output", "description")

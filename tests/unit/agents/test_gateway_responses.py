@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.resources.responses import AsyncResponses  # takes seconds, so not within a test
 
+from rlpost.extensions.agents import custom_tools
 from rlpost.extensions.agents.chat_messages import BadRequest, Message, ToolCall
 from rlpost.extensions.agents.openai_format import chat_request
 from rlpost.extensions.agents.requests import ChatRequest, Earlier
@@ -123,6 +124,7 @@ SEARCHES = (
     CALL,
     "It is sunny.",
 )
+CUSTOM: Any = {"type": "custom", "name": "patch"}
 FOUND: Any = [{"type": "namespace", "name": "mcp__sky", "description": "", "tools": [TOOL]}]
 
 
@@ -272,6 +274,13 @@ def test_a_function_that_is_named_as_a_search_is_none() -> None:
     assert search.tools[0]["function"]["name"] == "tool_search" and not search.dropped_tools
 
 
+def test_the_call_of_a_custom_tool_in_a_namespace_names_it() -> None:
+    call = {"id": "fc_1", "status": "completed", "call_id": "c", "name": "patch"}
+    item = {"type": "function_call", **call, "namespace": "mcp", "arguments": '{"input": "x"}'}
+    expected = {"type": "custom_tool_call", **call, "namespace": "mcp", "input": "x"}
+    assert custom_tools.call_items([item], frozenset({"patch"})) == [expected]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -286,6 +295,12 @@ def test_a_function_that_is_named_as_a_search_is_none() -> None:
             "input[2].tools",
         ),
         ({"input": [*found_by_search([TOOL]), *found_by_search(FOUND)]}, "input[5].tools"),
+        ({"input": found_by_search([CUSTOM]), "tools": [SEARCH]}, "input[2].tools"),
+        ({"input": "x", "tools": [CUSTOM, {**TOOL, "name": "patch"}]}, "tools"),
+        ({"input": "x", "tools": [{**CUSTOM, "name": ""}]}, "tools"),
+        ({"input": "x", "tools": [{**CUSTOM, "description": 3}]}, "tools"),
+        ({"input": found_by_search([{**CUSTOM, "name": ""}]), "tools": [SEARCH]}, "tools"),
+        ({"input": [{"type": "custom_tool_call", "name": "patch"}]}, "input[0]"),
         ({"input": [{"type": "tool_search_call", "execution": "server"}]}, "input[0]"),
         ({"input": [{"type": "tool_search_output", "tools": 3}]}, "input[0].tools"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import posixpath
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,11 @@ from rlpost.extensions.agents.environments.harbor.roots import (
     files_below,
     image_defaults,
 )
-from rlpost.extensions.agents.environments.harbor.runnable import TrialOptions, runnable
+from rlpost.extensions.agents.environments.harbor.runnable import (
+    RunnableTask,
+    TrialOptions,
+    runnable,
+)
 from rlpost.extensions.agents.environments.harbor.tasks import (
     TaskUnreadable,
     parse_task,
@@ -131,7 +139,8 @@ def test_a_task_is_read_with_its_times_memory_and_variables(tmp_path):
 
 def test_the_limits_of_a_sandbox_are_those_of_its_task(tmp_path):
     write_task(tmp_path)
-    limits = runnable(tmp_path, "count", NODE).limits(Limits(memory_mib=512, cores=1))
+    given = runnable(tmp_path, "count", NODE)
+    limits = given.limits(Limits(memory_mib=512, cores=1), given.task.steps[0])
     assert (limits.memory_mib, limits.wall_seconds, limits.network) == (256, 60.0, False)
 
 
@@ -157,14 +166,33 @@ def test_a_task_that_forbids_the_network_has_none_in_a_pool_with_one(
     """Else an agent could look its answers up."""
     write_task(tmp_path, toml=toml)
     given = runnable(tmp_path, "count", NODE)
-    base = Limits(network=True)
-    limits = given.limits(base), given.limits(base, given.task.steps[0])
-    assert [each.network for each in limits] == [agent, verifier]
-    assert not given.limits(Limits(), given.task.steps[0]).network
+    assert networks(given, Limits(network=True)) == [[agent, verifier]]
+    assert networks(given, Limits()) == [[False, False]]
     asked = replace(given, options=replace(NODE, verifier_network=True))
-    assert (
-        asked.limits(Limits(), given.task.steps[0]).network and not asked.limits(Limits()).network
+    assert networks(asked, Limits()) == [[False, True]]
+
+
+def networks(given: RunnableTask, base: Limits) -> list[list[bool]]:
+    """Return for each step whether the agent and the verifier have a network."""
+    return [
+        [given.limits(base, step, for_verifier=who).network for who in (False, True)]
+        for step in given.task.steps
+    ]
+
+
+def test_each_step_has_its_own_network(tmp_path):
+    """Its sandbox is a fresh one, so a network of the step before is gone."""
+    write_steps(tmp_path, STEPS_TOML + f"{OFF}\n")
+    assert networks(runnable(tmp_path, "count", NODE), Limits(network=True)) == [
+        [True, True],
+        [False, True],
+    ]
+    write_steps(
+        tmp_path, STEPS_TOML.replace("timeout_sec = 60.0", OFF) + 'network_mode = "public"\n'
     )
+    given = runnable(tmp_path, "count", NODE)
+    assert networks(given, Limits(network=True)) == [[False, True], [True, True]]
+    assert networks(given, Limits()) == [[False, False], [False, False]]
 
 
 def test_a_verifier_with_its_own_root_has_its_own_memory_and_cores(tmp_path):
@@ -173,7 +201,8 @@ def test_a_verifier_with_its_own_root_has_its_own_memory_and_cores(tmp_path):
     )
     given = runnable(tmp_path, "count", NODE)
     base = Limits(memory_mib=512, cores=1)
-    limits = given.limits(base), given.limits(base, given.task.steps[0])
+    (step,) = given.task.steps
+    limits = given.limits(base, step), given.limits(base, step, for_verifier=True)
     assert [(each.memory_mib, each.cores) for each in limits] == [(256, 1), (999, 3)]
 
 
@@ -503,6 +532,38 @@ def test_no_link_of_a_task_leads_out_of_its_folder(tmp_path, part, is_relative):
         runnable(tmp_path / "tasks", "count", NODE)
 
 
+@contextmanager
+def nested(*folders: Path) -> Iterator[None]:
+    """Give each folder 1,500 in each other; shutil could not remove them either."""
+    for folder in folders:
+        at = os.open(folder, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("d", dir_fd=at)
+            inner = os.open("d", os.O_RDONLY, dir_fd=at)
+            os.close(at)
+            at = inner
+        os.close(at)
+    try:
+        yield
+    finally:
+        subprocess.run(["rm", "-rf", *(folder / "d" for folder in folders)], check=True)
+
+
+def test_deep_folders_hide_no_other_task_and_make_their_own_unreadable(tmp_path):
+    """Python 3.11 lists folders by recursion."""
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "good")
+    deep = write_task(tasks, "deep")
+    (tasks / "no_task").mkdir()
+    with nested(tasks / "no_task", deep / "environment", deep / "tests"):
+        assert task_names(tasks) == ("deep", "good")
+        read_task(tasks, "good", {})
+        with pytest.raises(TaskUnreadable, match="RecursionError"):
+            read_task(tasks, "deep", {})
+        with pytest.raises(UploadFailed, match="recursion"):
+            files_below(deep / "tests")
+
+
 def test_links_to_tasks_are_followed_below_the_set_alone(tmp_path):
     elsewhere, tasks = write_task(tmp_path / "elsewhere", "far"), tmp_path / "tasks"
     write_task(tasks / ".all", "near")
@@ -681,8 +742,6 @@ def test_steps_that_cannot_be_had_are_refused_by_name(tmp_path):
     reason = reason_of(tmp_path)
     assert "it needs step two: a second user for the verifier" in reason
     assert "it needs step two: 1 GPUs" in reason and "step one" not in reason
-    write_steps(tmp_path, STEPS_TOML + 'network_mode = "no-network"\n')
-    assert "a network in some of its steps alone" in reason_of(tmp_path)
 
 
 def test_the_verifier_takes_folders_of_the_agent_and_none_of_the_system():

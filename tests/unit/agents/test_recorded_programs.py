@@ -63,7 +63,7 @@ def commands(tool: str, *, title: bool, **more: str) -> tuple[str, ...]:
 
 ANSWERS = {
     "codex": COMMANDS,
-    "claude_code": commands("Bash", title=True),
+    "claude_code": commands("Bash", title=False),
     "opencode": commands("bash", title=True, description="a command"),
     "qwen_code": commands(
         "run_shell_command", title=False, description="a command", is_background="false"
@@ -111,7 +111,10 @@ def as_xml(answer: str) -> str:
 async def test_the_requests_of_a_program_are_one_trajectory(
     folders: dict[str, str], template: str, program: str
 ) -> None:
-    """Also where the template refuses all system messages but the first one."""
+    """Also where the template refuses all system messages but the first one.
+
+    Claude Code asks for a title as JSON of a schema. It is refused, and the program goes on.
+    """
     answers: Sequence[str] = ANSWERS.get(program, WEATHER)
     if template != "qwen":
         answers = [as_xml(answer) for answer in answers]
@@ -127,7 +130,8 @@ async def test_the_requests_of_a_program_are_one_trajectory(
             url = episode.anthropic_url + each["path"]
             async with made.client.post(url, data=body, headers=headers) as response:
                 text = await response.text()
-                assert response.status == 200, text
+                wants_json = "format" in each["body"].get("output_config", {})
+                assert response.status == (400 if wants_json else 200), text
                 dropped = response.headers.get("x-rlpost-dropped-tools")
                 assert dropped == ("web_search" if program == "codex" else None)
             calls_in_namespace = text.count('"namespace":"multi_agent_v1"') > 0

@@ -27,10 +27,10 @@ from rlpost.driver.batches import (
     shaping_of,
 )
 from rlpost.extensions.agents.checks import agent_problems
-from rlpost.observe.evaluation_answers import read_results, write_answers
+from rlpost.extensions.evaluating.set_results import read_results
+from rlpost.observe.evaluation_answers import write_answers
 from rlpost.observe.samples import chosen
-from rlpost.rollout.episode_metrics import episode_metrics
-from rlpost.rollout.episode_results import ENV, NUM_TURNS
+from rlpost.rollout.episode_metrics import ENV, NUM_TURNS, episode_metrics
 from rlpost.rollout.evaluate import pass_rates, summarise
 from rlpost.rollout.filters import check_reward_nonzero_std
 from rlpost.trainer.packing import pack

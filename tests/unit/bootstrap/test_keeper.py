@@ -81,7 +81,9 @@ def _is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([descriptor], [], [], 20)[0])
+        waits = select.poll()  # select(2) takes no descriptor above 1023
+        waits.register(descriptor, select.POLLIN)
+        return bool(waits.poll(20_000))
     finally:
         os.close(descriptor)
 

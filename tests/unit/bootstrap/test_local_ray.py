@@ -5,6 +5,7 @@ registered nodes and of Ray's end. The real process runs the stub of Ray under a
 import asyncio
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -89,6 +90,37 @@ def test_ray_waits_for_its_raylet_while_it_lives(
         with pytest.raises(RuntimeError, match="not yet"):
             services.get_node("gcs")
     assert calls == ["gcs"] * asked
+
+
+@pytest.mark.parametrize(("is_served", "port"), [(False, -1), (True, 8014)])
+def test_a_raylet_finds_the_port_of_its_agent_before_it_starts(is_served: bool, port: int) -> None:
+    """Otherwise it waits 15 s for the agent to state it, and then ends."""
+    done: list[object] = []
+
+    def start_raylet(
+        node_id: str, session_dir: str, dashboard_agent_listen_port: int | None = None
+    ) -> str:
+        done.append("start")
+        return "process"
+
+    services = SimpleNamespace(start_raylet=start_raylet)
+    ray_process.write_agent_port(services, lambda *said: done.append(said), is_served=is_served)
+    assert services.start_raylet("ab", "/s", dashboard_agent_listen_port=8014) == "process"
+    assert done == [("/s", "ab", ray_process.AGENT_PORT_NAME, port), "start"]
+
+
+def test_rays_own_agent_states_its_port_under_that_name() -> None:
+    """Read from Ray's sources: the raylet is not given the port, and the agent writes the file."""
+    ray = importlib.metadata.distribution("ray")
+    agent = Path(str(ray.locate_file("ray/dashboard/agent.py"))).read_text()
+    assert re.search(
+        r"persist_port\(\s+self.session_dir,\s+self.node_id,\s+DASHBOARD_AGENT_LISTEN", agent
+    )
+    services = Path(str(ray.locate_file("ray/_private/services.py"))).read_text()
+    assert "--listen-port={dashboard_agent_listen_port}" in services, "the agent's own argument"
+    parameters = services.partition("def start_raylet(")[2].partition(")")[0]
+    assert {"node_id: str", "session_dir: str"} <= {one.strip() for one in parameters.split(",")}
+    assert "dashboard_agent_listen_port" in parameters
 
 
 def test_a_raylet_is_known_by_its_process(tmp_path: Path) -> None:

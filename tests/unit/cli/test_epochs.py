@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlpost.cli import command_line
-from rlpost.cli.plan import main
 from rlpost.config.load import Loaded, dump, parse_dump
 from rlpost.errors import ConfigError
+from rlpost.extensions.planning.plan_verb import main
 from tests.unit.tasks.sets import numbered, write_parquet
 
 

@@ -16,8 +16,15 @@ import pytest
 
 from common.run_folder import RunFolder, create_run_folder
 from common.run_identity import settle_identity
-from rlpost.cli import evaluate
-from rlpost.cli.evaluate import (
+from rlpost.cli.outcome import conclude, summary
+from rlpost.config.checks.export_folder import MARKER, Marker, mark, name_weights
+from rlpost.config.load import dump, files_of, load
+from rlpost.config.tree import Config
+from rlpost.config.wording import with_values
+from rlpost.durable.commit import begin, checkpoint_name, commit
+from rlpost.errors import ConfigError
+from rlpost.extensions.evaluating import evaluate_verb as evaluate
+from rlpost.extensions.evaluating.evaluate_verb import (
     MAKER,
     conversion_of,
     convert,
@@ -25,15 +32,8 @@ from rlpost.cli.evaluate import (
     remove_leftovers,
     weights_of,
 )
-from rlpost.cli.follow import conclude, summary
-from rlpost.cli.list import COLUMNS
-from rlpost.cli.run_status import statuses
-from rlpost.config.checks.export_folder import MARKER, Marker, mark, name_weights
-from rlpost.config.load import dump, files_of, load
-from rlpost.config.tree import Config
-from rlpost.config.wording import with_values
-from rlpost.durable.commit import begin, checkpoint_name, commit
-from rlpost.errors import ConfigError
+from rlpost.extensions.watching.list_verb import COLUMNS
+from rlpost.extensions.watching.run_status import statuses
 from rlpost.observe.writer import MetricsWriter
 from tests.cluster.lab_host import wait_until
 
@@ -109,7 +109,7 @@ def test_weights_that_another_run_exported_are_never_those_of_a_step(tmp_path: P
 def test_a_conversion_is_used_again_only_for_what_it_was_made_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", converted)
+    monkeypatch.setattr("rlpost.extensions.evaluating.evaluate_verb.subprocess.run", converted)
     model, out = tmp_path / "model", tmp_path / "evals"
     for folder in (model, out):
         folder.mkdir()
@@ -141,7 +141,9 @@ def test_a_conversion_is_used_again_only_for_what_it_was_made_from(
     shutil.copytree(second, third)
     with pytest.raises(ConfigError, match="was not converted from this checkpoint"):
         conversion(run)
-    monkeypatch.setattr("rlpost.cli.evaluate.os.geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(
+        "rlpost.extensions.evaluating.evaluate_verb.os.geteuid", lambda: os.getuid() + 1
+    )
     with pytest.raises(ConfigError, match=f"its owner is user {os.getuid()}"):
         conversion(run)
 
@@ -174,7 +176,7 @@ def converted(command: list[str], env: object) -> SimpleNamespace:
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from rlpost.cli import evaluate
+from rlpost.extensions.evaluating import evaluate_verb as evaluate
 def run(command, env):
     Path(command[command.index("--output-dir") + 1]).mkdir()
     time.sleep(60)
@@ -200,8 +202,10 @@ def test_the_folder_of_a_killed_conversion_is_removed_by_the_next_one(
     process.wait()
 
     synced: list[str] = []
-    monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", converted)
-    monkeypatch.setattr("rlpost.cli.evaluate.sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr("rlpost.extensions.evaluating.evaluate_verb.subprocess.run", converted)
+    monkeypatch.setattr(
+        "rlpost.extensions.evaluating.evaluate_verb.sync", lambda path: synced.append(path.name)
+    )
     assert convert(tmp_path / "x", "m", target, MADE) == target
     assert sorted(killed.iterdir()) == sorted([*others, target])
     assert sorted(path.name for path in target.iterdir()) == [MARKER, "config.json"]
@@ -216,7 +220,7 @@ def test_an_interrupted_conversion_leaves_no_folder(
         Path(command[command.index("--output-dir") + 1]).mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlpost.cli.evaluate.subprocess.run", interrupt)
+    monkeypatch.setattr("rlpost.extensions.evaluating.evaluate_verb.subprocess.run", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "x", "m", tmp_path / "hf", MADE)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import pytest
 
 from rlpost.cli.main import main
 from rlpost.config.load import JOBS
-from tests.unit.observe.report.runs import STEP_S, make_run
+from tests.unit.watching.report.runs import STEP_S, make_run
 
 RECIPE = str(JOBS / "recipes/qwen3_4b.toml")
 GLM = str(JOBS / "recipes/glm45_355b.toml")

@@ -24,6 +24,14 @@ ROOT = Path(__file__).parents[3]
 SBATCH = """[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: low' >&2; exit 1; }
 sleep 0.5; mkdir -p jobs.d; number=$(($(ls jobs.d | wc -l) + 70)); touch jobs.d/$number
 echo $number"""
+SUBMIT = """
+import sys
+from rlpost.cli import stack_check, submit
+stack_check._has_model = lambda config: False
+submit.snapshot_code = lambda project, code, environ: code.mkdir(exist_ok=True)
+sys.exit(submit.main(sys.argv[1:]))
+"""
+"""``rlpost.submit`` without the check with transformers and the copy of the code."""
 SQUEUE = """for job in $(ls jobs.d 2>/dev/null); do
 echo "$job|$(cat state 2>/dev/null || echo PENDING)|1:00|N/A||None"; done"""
 
@@ -36,7 +44,7 @@ def slurm(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", commands(project / "bin", **texts))
     monkeypatch.setattr("slurm.executor.LOOKUP_S", 0.0)
     monkeypatch.setattr(
-        "rlpost.cli.submit.snapshot_code", lambda project, code: code.mkdir(exist_ok=True)
+        "rlpost.cli.submit.snapshot_code", lambda project, code, environ: code.mkdir(exist_ok=True)
     )
     return project
 
@@ -101,8 +109,9 @@ def test_the_folder_of_a_run_on_this_machine_is_not_used_again(tmp_path: Path) -
         assert root == run.root
 
 
+@pytest.mark.slow
 def test_of_two_submissions_at_the_same_moment_one_is_accepted(slurm: Path) -> None:
-    command = [sys.executable, "-m", "rlpost.submit", "recipe.toml", "--run-folder", "run"]
+    command = [sys.executable, "-c", SUBMIT, "recipe.toml", "--run-folder", "run"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     both = [
         subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) for _ in range(2)
@@ -171,10 +180,12 @@ def test_a_folder_that_cannot_be_completed_is_removed(
 ) -> None:
     """Otherwise it is the newest run of every later command."""
 
-    def fail(project: Path, code: Path) -> None:
+    def fail(project: Path, code: Path, environ: dict[str, str]) -> None:
+        assert "HF_TOKEN" not in environ
         code.mkdir()
         raise error
 
+    monkeypatch.setenv("HF_TOKEN", "hush")
     monkeypatch.setattr("rlpost.cli.submit.snapshot_code", fail)
     assert main(["recipe.toml", *words]) in (1, 130)
     assert not (slurm / "run").exists()
@@ -182,6 +193,7 @@ def test_a_folder_that_cannot_be_completed_is_removed(
     (slurm / "run").mkdir()
     assert main(["recipe.toml", "--run-folder", "run"]) in (1, 130)
     assert (slurm / "run").is_dir(), "a folder of the user stays"
+    assert not (slurm / "run/secrets.env").exists()
 
 
 def test_a_folder_whose_job_may_exist_is_kept(tmp_path: Path) -> None:

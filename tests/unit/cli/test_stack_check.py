@@ -230,6 +230,7 @@ def test_a_supervised_row_is_shown_with_what_is_trained_of_it(tmp_path):
     assert "the longest row that was tokenized, 3 tokens of the 512" in longest
 
 
+@pytest.mark.slow
 def test_check_and_submit_report_what_the_process_finds(tmp_path, monkeypatch, capsys):
     """The process gets no standard input on which a model folder could ask."""
     chats(tmp_path, GOOD)
@@ -240,9 +241,12 @@ def test_check_and_submit_report_what_the_process_finds(tmp_path, monkeypatch, c
     assert all(line.startswith("... ") for line in capsys.readouterr().err.splitlines())
     wrong = [*given, "--sglang-json-model-override-args", OVERRIDE]
     assert main(["check", *wrong]) == 2
-    assert "rope.rope_type: the trainer has default, the engines yarn" in capsys.readouterr().err
+    problem = "rope.rope_type: the trainer has default, the engines yarn"
+    assert problem in capsys.readouterr().err
+    monkeypatch.setattr(stack_check, "_has_model", lambda config: False)  # no third process
+    monkeypatch.setattr(StackCheck, "finish", lambda self: ([problem], []))
     assert main(["submit", *wrong, "--local", "--container", "none"]) == 2
-    assert "rope.rope_type: the trainer has default, the engines yarn" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -254,27 +258,46 @@ def test_without_transformers_one_note_says_when_the_job_checks(tmp_path, monkey
     assert "transformers is not installed here" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_template_without_end_is_a_problem_and_one_that_takes_memory_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+DOUBLED = (
+    "{% set ns = namespace(x='a' * 1024) %}"
+    "{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}"
+)
+ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+SMALLER = """
+import math, resource, sys, time
+from rlpost.cli import stack_check
+check_rows, stack_check.DATA_BYTES = stack_check.check_rows, 1 << 30
+def limited(config):
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + {cpu_s}, 101))
+    return check_rows(config)
+stack_check.check_rows = limited
+sys.exit(stack_check.main())
+"""
+"""The process of a check with smaller limits, so that the test takes neither. That of CPU time begins
+after the imports, which take seconds.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "cpu_s", "what"),
+    [(DOUBLED, 10, "1 GiB of memory"), (ENDLESS, 2, "100 s of CPU time")],
+)
+def test_a_template_that_takes_memory_or_never_ends_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, cpu_s: int, what: str
 ) -> None:
     """A slow machine alone is not: the limit is CPU time."""
-    settings = config(tmp_path, QWEN3)
-    check = StackCheck.__new__(StackCheck)
-    check._folder = "/model"
-    command = ["/bin/sh", "-c", "kill -XCPU $$"]
-    check._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert check.finish() == (
-        ["/model: its chat template or tokenizer took more than 100 s of CPU time"],
-        [],
+    start = subprocess.Popen
+    program = SMALLER.format(cpu_s=cpu_s)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda argv, **options: start([argv[0], "-c", program], **options)
     )
-
-    def exhaust(_: Any) -> Any:
-        raise MemoryError
-
-    limits = dict[int, Any]()
-    monkeypatch.setattr(stack_check.resource, "setrlimit", limits.__setitem__)
-    monkeypatch.setattr(stack_check, "check_rows", exhaust)
-    monkeypatch.setattr(stack_check, "model_problems", lambda _: ([], []))
-    result = stack_check.limited_check(settings)
-    assert "took more than 8 GiB of memory" in result[0][0]
-    assert set(limits) == {resource.RLIMIT_DATA, resource.RLIMIT_CPU}
+    monkeypatch.setattr(stack_check, "DEADLINE_S", 1200.0)
+    settings = chats(tmp_path, GOOD)
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    check = StackCheck(settings)
+    (problem,), notes = check.finish()
+    folder = settings.checkpoint.hf_checkpoint
+    assert problem == f"{folder}: its chat template or tokenizer took more than {what}"
+    assert not notes
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 < 2 << 30

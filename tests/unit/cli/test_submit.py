@@ -39,6 +39,7 @@ def test_a_dry_run_prints_the_whole_script_and_leaves_nothing(project, capsys):
     assert not (project / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["submit", "recipe.toml", "--dry-run"], ["check", "recipe.toml"], ["list"]]
 )

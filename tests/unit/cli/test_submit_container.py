@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from common.run_folder import create_run_folder
-from rlpost.cli.attach import _inside
 from rlpost.cli.check import main as check_main
 from rlpost.cli.job import container_of_attempt
 from rlpost.cli.submit import main
 from rlpost.config.load import JOBS, dump, load
 from rlpost.errors import ConfigError
+from rlpost.extensions.attach.attach_verbs import _inside
 from tests.unit.cli.projects import make_project
 from tests.unit.jobs.assets import make_assets
 from tests.unit.slurm.stand_ins import NO_PYXIS, PYXIS, commands
@@ -44,7 +44,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLPOST_ASSETS", str(make_assets(tmp_path / "assets")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "rlpost.cli.submit.snapshot_code", lambda project, code: code.symlink_to(project)
+        "rlpost.cli.submit.snapshot_code", lambda project, code, environ: code.symlink_to(project)
     )
     (tmp_path / "image.sqsh").write_text("hsqs")
     return tmp_path

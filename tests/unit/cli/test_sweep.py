@@ -11,10 +11,15 @@ import pytest
 
 from common.exit_codes import EXIT_PREEMPTED
 from common.run_folder import RunFolder
-from rlpost.cli import sweep
 from rlpost.cli.main import main
-from rlpost.cli.sweep import MAX_POINTS, parse_grid, points_of, submitted_arguments
 from rlpost.errors import ConfigError
+from rlpost.extensions.sweep import sweep_verb as sweep
+from rlpost.extensions.sweep.sweep_verb import (
+    MAX_POINTS,
+    parse_grid,
+    points_of,
+    submitted_arguments,
+)
 from tests.unit.slurm.stand_ins import commands
 
 GRID = ("--grid", "lr=1e-6,2e-6", "seed=1,2")
@@ -22,7 +27,13 @@ GRID = ("--grid", "lr=1e-6,2e-6", "seed=1,2")
 
 @pytest.fixture
 def slurm(project: Path, monkeypatch) -> Path:
-    """Commands of a Slurm that gives jobs the numbers 1, 2, ... and knows none of them."""
+    """Commands of a Slurm that gives jobs the numbers 1, 2, ... and knows none of them.
+
+    The code is not copied: that takes most of the time of a submission.
+    """
+    monkeypatch.setattr(
+        "rlpost.cli.submit.snapshot_code", lambda project, code, environ: code.symlink_to(project)
+    )
     count = f"n=$(($(cat {project}/n 2>/dev/null || echo 0) + 1)); echo $n > {project}/n"
     answers = {"srun": "exit 1"} | dict.fromkeys(("scontrol", "squeue", "sacct"), "exit 0")
     path = commands(project / "bin", **answers, sbatch=f"{count}; echo $n")
@@ -139,7 +150,7 @@ def test_two_sweeps_of_the_same_second_do_not_share_a_run(slurm, capsys, monkeyp
     class Clock:
         now = staticmethod(lambda: datetime(2026, 1, 2, 3, 4, 5))
 
-    monkeypatch.setattr("rlpost.cli.sweep.datetime", Clock)
+    monkeypatch.setattr("rlpost.extensions.sweep.sweep_verb.datetime", Clock)
     assert main(["sweep", "recipe.toml", *GRID]) == 0
     message = error_of(capsys, "recipe.toml", *GRID)
     assert "test-sweep-20260102-030405-p0 exists" in message and "nothing was submitted" in message

@@ -16,7 +16,7 @@ from common.terminal import VisibleStream, visible, visible_output
 from rlpost.cli.entry import run_command
 from rlpost.cli.main import main
 from rlpost.extensions.agents.environments.harbor import check as harbor_check
-from tests.unit.observe.report.runs import make_run
+from tests.unit.watching.report.runs import make_run
 
 ROOT = Path(__file__).parents[3]
 TITLE, CLEAR, CONCEAL, CLIPBOARD, RIGHT_TO_LEFT = (

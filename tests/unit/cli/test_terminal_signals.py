@@ -1,7 +1,7 @@
 """What a terminal does to a run on this machine that was started from it: Ctrl-C, hang-up, a pipe.
 
 A real pseudo-terminal with its foreground process group and the default handling of SIGINT; the
-agent is a stub that takes four seconds to save.
+agent is a stub that saves until the test ends the save.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
-from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import LOCAL, local_is_alive, newest_job
+from rlpost.extensions.watching.run_status import statuses
 from tests.cluster.lab_host import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from common.run_folder import create_run_folder
 from rlpost.cli.entry import run_command
-from rlpost.cli.follow import follow
+from rlpost.extensions.watching.follow import follow
 from slurm.executor import submit
 from slurm.spec import JobSpec
 from tests.settings import a_job
@@ -83,6 +83,12 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         os.write(self.master, b"\x03")
 
+    def wait_for_stop_request(self) -> None:
+        assert wait_until((self.attempt / "STOP").exists, deadline_s=60)
+
+    def finish_save(self) -> None:
+        (self.attempt / "saved").touch()
+
     def exit_code(self) -> int:
         """Read the terminal to its end; return the exit code, negative for a signal."""
         while True:
@@ -105,6 +111,7 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
         os.kill(int(job.removeprefix(LOCAL)), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["Ctrl-C", "SIGUSR2"])
 def test_ctrl_c_and_usr2_end_a_run_when_it_has_saved(terminal: Terminal, reason: str) -> None:
     terminal.wait_for_agent()
@@ -112,6 +119,9 @@ def test_ctrl_c_and_usr2_end_a_run_when_it_has_saved(terminal: Terminal, reason:
         terminal.press_ctrl_c()
     else:
         os.kill(terminal.pid, signal.SIGUSR2)
+    terminal.wait_for_stop_request()
+    assert os.waitpid(terminal.pid, os.WNOHANG) == (0, 0), "the run still saves"
+    terminal.finish_save()
     assert terminal.exit_code() == 75, terminal.said
     assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == reason
     assert (terminal.attempt / "verdict").read_text() == "requeue\n"
@@ -119,11 +129,14 @@ def test_ctrl_c_and_usr2_end_a_run_when_it_has_saved(terminal: Terminal, reason:
     assert b"Traceback" not in terminal.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [{"after": "| cat"}], indirect=True, ids=["cat"])
 def test_ctrl_c_ends_a_run_also_where_it_ends_the_reader_of_the_output(terminal: Terminal) -> None:
     """Ctrl-C signals the whole pipeline; what follows goes to standard error."""
     terminal.wait_for_agent()
     terminal.press_ctrl_c()
+    terminal.wait_for_stop_request()
+    terminal.finish_save()
     terminal.exit_code()
     assert (terminal.attempt / "verdict").read_text() == "requeue\n", terminal.said
     assert json.loads((terminal.attempt / "STOP").read_text())["reason"] == "Ctrl-C"
@@ -131,6 +144,7 @@ def test_ctrl_c_ends_a_run_also_where_it_ends_the_reader_of_the_output(terminal:
     assert b"ended: requeue" in terminal.said and b"Traceback" not in terminal.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "terminal", [{"before": "nohup", "after": "> {}/nohup.out"}], indirect=True, ids=["nohup"]
 )
@@ -141,21 +155,25 @@ def test_under_nohup_the_command_follows_its_run_after_the_terminal(
     os.close(terminal.master)
     time.sleep(1)
     request_stop(terminal.attempt, "end of the test")
+    terminal.finish_save()
     output = tmp_path / "nohup.out"
     assert wait_until(lambda: "ended: requeue" in output.read_text(), deadline_s=60)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_the_run_alone(terminal: Terminal) -> None:
     terminal.wait_for_agent()
     terminal.press_ctrl_c()
-    assert wait_until((terminal.attempt / "STOP").exists, deadline_s=30)
+    terminal.wait_for_stop_request()
     terminal.press_ctrl_c()
     assert terminal.exit_code() == 130, terminal.said
     assert local_is_alive(terminal.job)
+    terminal.finish_save()
     assert wait_until(lambda: not local_is_alive(terminal.job), deadline_s=60)
     assert (terminal.attempt / "verdict").read_text() == "requeue\n"
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_leaves_the_run_running_and_status_finds_it(terminal: Terminal) -> None:
     terminal.wait_for_agent()
     os.close(terminal.master)
@@ -165,6 +183,7 @@ def test_a_closed_terminal_leaves_the_run_running_and_status_finds_it(terminal: 
     (status,) = statuses([terminal.run])
     assert status.state == "RUNNING" and not (terminal.attempt / "STOP").exists()
     request_stop(terminal.attempt, "end of the test")
+    terminal.finish_save()
     assert wait_until(lambda: not local_is_alive(terminal.job), deadline_s=60)
     assert (terminal.attempt / "verdict").read_text() == "requeue\n"
 

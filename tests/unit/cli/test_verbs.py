@@ -2,12 +2,14 @@
 refused.
 """
 
+import ast
 import importlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,14 +17,12 @@ import psutil
 import pytest
 
 from bootstrap.agent.verdict import AttemptVerdict, write_verdict
+from common.exit_codes import EXIT_PREEMPTED
 from common.run_folder import RunFolder, create_run_folder
-from rlpost.cli import attach, control, follow, image_doctor, runs, stack_check
-from rlpost.cli.attach import dashboard_address, head_of, tunnel_command
-from rlpost.cli.evaluate import convert
+from rlpost.cli import control, outcome, runs, stack_check
 from rlpost.cli.main import OTHER_NAMES, main, verbs
-from rlpost.cli.run_status import headline, status_of
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
-from rlpost.cli.secret_file import has_wandb_key, load_keys, secrets_path, store_keys
+from rlpost.cli.secret_file import load_keys, secrets_path, store_keys
 from rlpost.cli.stack_check import StackCheck
 from rlpost.cli.submit import program_words, resume_command
 from rlpost.config.checks.export_folder import Marker
@@ -33,9 +33,13 @@ from rlpost.config.tree import Config
 from rlpost.durable.commit import checkpoint_name
 from rlpost.engines.process import ServerProcess
 from rlpost.errors import ConfigError
+from rlpost.extensions.attach import attach_verbs as attach
+from rlpost.extensions.attach.attach_verbs import dashboard_address, head_of, tunnel_command
+from rlpost.extensions.attach.job_step import Inside
+from rlpost.extensions.evaluating.evaluate_verb import convert
+from rlpost.extensions.watching.run_status import headline, status_of
 from rlpost.tasks.reward.pool import _GraderProcess
 from slurm.container import Container
-from slurm.job_step import Inside
 from slurm.queue import QueueEntry
 from slurm.states import JobInfo, JobState
 from tests.unit.cli.projects import make_project
@@ -344,7 +348,7 @@ def test_a_verb_of_another_tool_is_answered_by_the_one_of_here(capsys):
 @pytest.mark.parametrize(("job_id", "logs"), [("7", "slurm-*.out"), ("local-7", "submitit")])
 def test_a_run_that_ends_without_a_verdict_says_where_to_look(tmp_path, capsys, job_id, logs):
     run = make_run(tmp_path / "run", job_id=job_id)
-    assert follow.conclude(run, resume="rlpost submit tiny --resume") == 1
+    assert outcome.conclude(run, resume="rlpost submit tiny --resume") == 1
     said = capsys.readouterr().out
     assert f"see {run.root}/{logs} and {run.attempts}/latest" in said
     assert said.endswith("\nresume: rlpost submit tiny --resume\n")
@@ -360,7 +364,7 @@ def test_a_failed_run_ends_with_its_cause_its_log_and_the_command_that_resumes_i
         AttemptVerdict("failed", f"the driver ended with exit code 1; its last lines:\n{lines}"),
     )
     resume = resume_command(["tiny", "--wandb-key=hush", "--lr", "1e-3"], run.root)
-    assert follow.conclude(run, resume=resume) == 1
+    assert outcome.conclude(run, resume=resume) == 1
     assert capsys.readouterr().out.splitlines() == [
         "ended: failed",
         "cause: ValueError: no such layer",
@@ -370,7 +374,7 @@ def test_a_failed_run_ends_with_its_cause_its_log_and_the_command_that_resumes_i
     write_verdict(attempt, AttemptVerdict("done", ""))
     run.report.mkdir(exist_ok=True)
     run.report_page.touch()
-    assert follow.conclude(run, resume=resume) == 0
+    assert outcome.conclude(run, resume=resume) == 0
     assert capsys.readouterr().out == f"report {run.report_page}\n"
 
 
@@ -388,47 +392,62 @@ def test_whoever_follows_a_chain_goes_on_with_its_next_job(tmp_path, monkeypatch
         state = {"7": JobState.COMPLETED, "8": JobState.RUNNING}
         return {job_id: QueueEntry(job_id, state[job_id]) for job_id in job_ids}
 
-    monkeypatch.setattr(follow, "queue", answer)
+    monkeypatch.setattr(outcome, "queue", answer)
     run.ledger.append("chained", attempt=0, job_id="8")
-    assert not follow._make_end_check(run, "7")() and asked == ["8"]
+    assert not outcome.end_check(run, "7")() and asked == ["8"]
 
 
-def test_a_look_into_an_image_leaves_no_key_with_slurm(tmp_path, monkeypatch, capsys):
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(
-        f"#!/bin/sh\nenv > {tmp_path}/seen\necho 7\necho fine > {tmp_path}/findings\n"
-    )
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for name in KEYS:
-        monkeypatch.setenv(name, "hf_secret")
-    assert image_doctor._submit("#!/bin/sh\n", tmp_path) == 0
-    assert capsys.readouterr().out == "fine\n"
-    assert "hf_secret" not in (tmp_path / "seen").read_text()
-
-
-@pytest.mark.parametrize(("findings", "code"), [("[]\n", 0), (None, 1)])
-def test_standard_output_of_a_look_has_the_findings_alone(
-    tmp_path, monkeypatch, capsys, findings, code
+def test_where_nothing_follows_a_run_its_submission_waits_for_the_end(
+    tmp_path, monkeypatch, capsys
 ):
-    """Not what enroot and setup commands said; where nothing was found out, those are shown as
-    messages.
-    """
-    made = f"echo '{findings.strip()}' >{tmp_path}/findings" if findings else ":"
-    logs = f"echo '[INFO] Extracting squashfs filesystem...' >{tmp_path}/n01.log; echo no image >{tmp_path}/job.out"
-    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 7\n{logs}\n{made}\nexit {code}\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert image_doctor._submit("#!/bin/sh\n", tmp_path) == code
-    said = capsys.readouterr()
-    assert said.out == (findings or "")
-    assert ("no image\n[INFO] Extracting" in said.err) == (findings is None)
+    run, alive = make_run(tmp_path / "run", job_id="local-7"), [True, True, False]
+    write_verdict(run.new_attempt(), AttemptVerdict("requeue", "preempted"))
+    monkeypatch.setattr(outcome, "SHOWN_EVERY_S", 0.0)
+    monkeypatch.setattr(outcome, "local_is_alive", lambda job_id: alive.pop(0))
+    assert outcome.wait_for_end(run, "local-7", resume="rlpost submit x") == EXIT_PREEMPTED
+    assert not alive and "resume: rlpost submit x" in capsys.readouterr().out
 
 
-def test_a_folder_whose_name_slurm_would_change_is_refused_for_the_log_of_a_look(tmp_path, capsys):
-    (tmp_path / "site.toml").write_text(f"[cluster]\nruns_dir = '{tmp_path}/a%jb'\n")
-    assert main(["doctor", "--image", "--cluster", str(tmp_path / "site.toml"), "--dry-run"]) == 2
-    assert "choose another path" in capsys.readouterr().err
+def test_a_reader_that_ends_just_after_an_interrupt_ends_no_wait(tmp_path, monkeypatch):
+    """Ctrl-C signals the whole pipeline, and the reader may end after the writer has looked."""
+    run, alive = make_run(tmp_path / "run", job_id="local-7"), [True] * 3 + [False]
+    run.new_attempt()
+    slept, looked = iter([KeyboardInterrupt, None, None]), []
+
+    def sleep(_):
+        if (error := next(slept)) is not None:
+            raise error
+
+    def show():
+        if len(alive) == 2:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(outcome, "local_is_alive", lambda job_id: alive.pop(0))
+    monkeypatch.setattr(outcome.time, "sleep", sleep)
+    monkeypatch.setattr(outcome, "_leave_closed_pipe", lambda: looked.append(len(alive)))
+    outcome.show_until_over(run, "local-7", show, started_it=True)
+    assert not alive and looked.count(2) == 2
+    alive += [True] * 3
+    with pytest.raises(BrokenPipeError):  # without an interrupt, as of a pager that was closed
+        outcome.show_until_over(run, "local-7", show, started_it=True)
+
+
+def test_an_interrupt_of_that_wait_asks_the_run_to_save_and_the_next_one_leaves_it(
+    tmp_path, monkeypatch, capsys
+):
+    run, turns = make_run(tmp_path / "run", job_id="local-7"), []
+    attempt = run.new_attempt()
+
+    def interrupted(_):
+        turns.append((attempt / "STOP").exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outcome, "local_is_alive", lambda job_id: True)
+    monkeypatch.setattr(outcome.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        outcome.wait_for_end(run, "local-7", started_it=True)
+    said = capsys.readouterr().err
+    assert turns == [False, True] and "stopping: the run saves" in said and "left running" in said
 
 
 def test_a_recipe_that_is_a_folder_is_refused_in_one_line(no_slurm, tmp_path, capsys):
@@ -539,16 +558,81 @@ def test_what_the_driver_starts_inherits_no_key(tmp_path, monkeypatch):
     assert not any("secret" in env.values() for env in started)
 
 
-def test_a_key_for_wandb_is_known_from_the_environment_the_run_or_the_home_folder(tmp_path):
-    run = make_run(tmp_path / "a")
-    home = {"HOME": str(tmp_path)}
-    assert not has_wandb_key(run, home)
-    assert has_wandb_key(run, {**home, "WANDB_API_KEY": "k"})
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
-    assert has_wandb_key(run, home)
-    (tmp_path / ".netrc").unlink()
-    store_keys(run, {"WANDB_API_KEY": "k"})  # submitted before, with one
-    assert has_wandb_key(run, home)
+STARTERS = {
+    *("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call"),
+    *("subprocess.check_output", "asyncio.create_subprocess_exec", "os.system", "os.popen"),
+    *("asyncio.create_subprocess_shell", "multiprocessing.Process"),
+}
+
+
+def is_without_keys(env: ast.expr, text: str) -> bool:
+    """Whether an expression is empty or made of ``without_keys``, itself or where its name is set."""
+    if ast.unparse(env) == "{}" or "without_keys(os.environ)" in ast.unparse(env):
+        return True
+    if not isinstance(env, ast.Name):
+        return False
+    sources = [
+        ast.unparse(each.value)
+        for each in ast.walk(ast.parse(text))
+        if isinstance(each, ast.Assign)
+        and any(isinstance(name, ast.Name) and name.id == env.id for name in each.targets)
+    ]
+    return any("without_keys(os.environ)" in source for source in sources)
+
+
+# The other packages cannot import rlpost, which knows what a key is.
+STARTED_ELSEWHERE = {
+    "bootstrap/links": "Ray, squeue and the driver, which reads the keys from a file of the run",
+    "bootstrap/preflight": "programs of the system, and checks of this package",
+    "common/build_tools.py": "the compiler, for a check of preflight",
+    "common/cuda_runtime.py": "/bin/true, for a check of preflight",
+    "slurm/batch": "submit takes the keys before sbatch; steps and Slurm's commands inherit the rest",
+    "slurm/client.py": "Slurm's commands, for the user who has the keys",
+    "slurm/container_choice.py": "srun --help",
+    "slurm/enroot.py": "enroot and squeue, as slurm/batch",
+    "slurm/image.py": "enroot import, as slurm/batch",
+    "slurm/job_id.py": "Slurm's commands, as slurm/batch",
+    "slurm/local.py": "the job on this machine; submit takes the keys before it",
+    "slurm/login.py": "rlpost check, which needs HF_TOKEN, and sbatch of a file that the user calls",
+    "slurm/snapshot.py": "git, with the environment that rlpost gives",
+    "slurm/supervise.py": "as slurm/batch",
+}
+
+
+def starts(folder: str) -> Iterator[tuple[Path, str, ast.Call]]:
+    """Yield the file, its text and the call of each start of a process in a package."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        for call in ast.walk(ast.parse(text)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in STARTERS:
+                yield path, text, call
+
+
+def test_every_process_that_rlpost_starts_has_a_separate_environment_without_keys():
+    """A process that gets no ``env`` inherits the keys of the driver or of the submitting shell."""
+    started = []
+    for path, text, call in starts("rlpost"):
+        if path.parent.name == "inner":  # runs in a sandbox, whose environment is empty
+            continue
+        given = [word.value for word in call.keywords if word.arg == "env"]
+        started.append(path.name)
+        assert given and is_without_keys(given[0], text), (
+            f"{path}:{call.lineno}: give it env=without_keys(os.environ)"
+        )
+    assert {"process.py", "pool.py", "images.py", "local.py"} <= set(started)
+
+
+def test_the_other_packages_start_processes_only_where_the_reason_is_listed():
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("slurm", "bootstrap", "common")
+        for path, _, _ in starts(folder)
+    }
+    listed = {
+        place: {file for file in files if file.startswith(place)} for place in STARTED_ELSEWHERE
+    }
+    assert files == set().union(*listed.values()), "state what the new process inherits"
+    assert all(listed.values()), "an entry that lists no process"
 
 
 def test_without_keys_there_is_no_file_and_a_broken_key_is_refused_unseen(tmp_path):

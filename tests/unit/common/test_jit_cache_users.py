@@ -6,7 +6,7 @@ import os
 import sys
 
 from bootstrap.agent import __main__ as agent
-from rlpost.engines.fleet import agent as engine_agent
+from rlpost.extensions.fleet import agent as engine_agent
 
 DISK = "/disk/triton"
 

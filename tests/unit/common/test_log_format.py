@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.log_format import VARIABLE, JsonFormatter, as_text
-from rlpost.cli.run_status import warnings_in
-from rlpost.observe.report.run_facts import network_table
+from rlpost.extensions.watching.report.run_facts import network_table
+from rlpost.extensions.watching.run_status import warnings_in
 from slurm.causes import _AGENT_LINE
 
 ROOT = Path(__file__).parents[3]

@@ -66,5 +66,5 @@ def test_another_process_with_the_same_number_is_not_waited_for():
     own = this_process()
     began = time.monotonic()
     assert wait_for_end([ProcessId(own.pid, own.started - 1)], 30.0) == []
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
     assert not has_ended(own)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common import key_store
 from common.key_store import KeyClient, KeyServer, KeyStoreError, KeyTimeout
 from common.message_codec import MessageCodec, hello_key
-from common.torch_store import AuthenticatedStore, open_store
+from common.torch_store import AuthenticatedStore, join_ranks, open_store
 from tests.ports import free_port
 
 SECRET = "s" * 64
@@ -157,9 +157,11 @@ def test_a_repeated_hello_does_not_prove_the_secret(
 def ranks_of_one_process(port: int, world: int, secret: str, timeout: timedelta) -> list[object]:
     def join(rank: int) -> object:
         try:
-            return open_store(
+            store = open_store(
                 "127.0.0.1", port, rank=rank, world_size=world, secret=secret, timeout=timeout
             )
+            join_ranks(store, rank, world)
+            return store
         except dist.DistError as error:
             return error
 
@@ -190,9 +192,25 @@ def test_gloo_forms_groups_over_it_and_it_listens_on_its_address_alone() -> None
     KeyServer("127.0.0.1", port, SECRET).close()  # the port is free again
 
 
-def test_the_error_names_the_ranks_that_did_not_join() -> None:
-    with pytest.raises(dist.DistStoreError, match=r"these of 3 ranks .*: \[1, 2\]"):
-        open_store("127.0.0.1", free_port(), rank=0, world_size=3, secret=SECRET, timeout=SHORT)
+@pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (2, "0, 1")])
+def test_the_error_names_the_ranks_that_did_not_join(
+    rank: int, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one request, as thousands of ranks that poll have one server."""
+    requests = []
+    request = KeyClient.request
+
+    def recorded(client: KeyClient, operation: bytes, *rest: object) -> list[bytes]:
+        requests.append(operation)
+        return request(client, operation, *rest)
+
+    monkeypatch.setattr(KeyClient, "request", recorded)
+    port, options = free_port(), {"world_size": 3, "secret": SECRET, "timeout": SHORT}
+    stores = [open_store("127.0.0.1", port, rank=each, **options) for each in range(3)]
+    with pytest.raises(dist.DistStoreError, match=rf"these of 3 ranks .*: \[{missing}\]"):
+        join_ranks(stores[rank], rank, 3)
+    assert requests == [key_store.SET, key_store.WAIT, key_store.LIST]
+    stores[0].close()
 
 
 def test_a_world_of_one_opens_no_port_and_others_need_a_secret() -> None:

@@ -10,10 +10,10 @@ from rlpost.config.checks.lora import (
 )
 from rlpost.config.engine_args import engine_args
 from rlpost.config.load import load
-from rlpost.config.plan.adapters import served_adapters
 from rlpost.config.tree import Config
 from rlpost.engines.server_args import check_server_args
-from tests.unit.config.test_plan import DENSE
+from rlpost.extensions.planning.adapters import served_adapters
+from tests.unit.planning.test_plan import DENSE
 
 SYNC = {"update_weight_mode": "adapter", "update_weight_transport": "disk"}
 LORA = {"lora_rank": 8}
@@ -43,6 +43,9 @@ def test_a_model_whose_weights_or_experts_do_not_fit_is_named():
     quantised = DENSE_MODEL | {"quantization_config": {"quant_method": "fp8"}}
     (problem,) = adapter_engine_model_problems(config(), quantised)
     assert "--hf-checkpoint has fp8 weights" in problem
+    with_images = {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}}
+    (problem,) = adapter_engine_model_problems(config(), with_images)
+    assert "adapters of Qwen3VLForConditionalGeneration" in problem
 
 
 def test_engines_get_options_that_sglang_knows_with_the_layers_of_the_targets():

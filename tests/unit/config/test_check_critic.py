@@ -11,14 +11,14 @@ from rlpost.config import flags
 from rlpost.config.checks.algorithm import algorithm_problems
 from rlpost.config.checks.batch import batch_problems
 from rlpost.config.load import dump, load, parse_dump, read_dump
-from rlpost.config.plan.estimate import estimate
 from rlpost.config.plan.shape import (
     Layout,
     Shape,
-    critic_parameters,
     rank_parameters,
 )
 from rlpost.errors import ConfigError
+from rlpost.extensions.planning.counts import critic_parameters
+from rlpost.extensions.planning.estimate import estimate
 
 DENSE = Shape(hidden=8, ffn=16, heads=4, groups=2, head_dim=2, vocab=30, sparse=(False,) * 4)
 PPO = {"advantage_estimator": "ppo"}

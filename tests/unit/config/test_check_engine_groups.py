@@ -15,7 +15,6 @@ from rlpost.cli.engine_groups import (
     group_folder_problems,
     head_problem,
 )
-from rlpost.cli.plan_engines import PlannedGroup
 from rlpost.config.checks.container import container_problems
 from rlpost.config.checks.engine_groups import (
     engine_group_problems,
@@ -32,6 +31,7 @@ from rlpost.config.path_variables import variable_problems
 from rlpost.config.plugin_settings import settings_of
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.planning.plan_engines import PlannedGroup
 
 JUDGE = {"model": "/m", "engines": 2, "gpus": 2}
 BOX = {"num_gpus_per_node": 8, "actor_num_gpus_per_node": 4, "colocate": True, "nodes": 1}
@@ -143,18 +143,6 @@ def test_gpus_that_do_not_add_up_are_summed(
             {**URL_GROUP, "fleet": True},
             {},
             "and fleet is for engines that the run starts; leave one",
-        ),
-        (
-            {**FLEET, "gpus": 12},
-            {},
-            "[engines.judge] fleet = true and gpus = 12: an engine of a fleet has one node, of "
-            "--num-gpus-per-node 8; use gpus = 8 or less",
-        ),
-        ({**FLEET, "gpus": None, "nodes": 2}, {}, "fleet = true and nodes = 2: an engine of a"),
-        (
-            {**FLEET, "sglang_enable_dp_attention": True, "sglang_dp_size": 2},
-            {},
-            "fleet = true and sglang_enable_dp_attention: an engine of a fleet cannot",
         ),
         (
             {**URL_GROUP, "api_key_env": "JUDGE"},

@@ -2,7 +2,12 @@
 
 import pytest
 
-from rlpost.config.checks.engine_model import engine_model_problems, load_format_problems
+from rlpost.config import extensions
+from rlpost.config.checks.engine_model import (
+    engine_model_problems,
+    load_format_problems,
+    update_problems,
+)
 from rlpost.config.engine_args import engine_args
 from rlpost.config.load import load
 from tests.unit.config.test_models import PUBLISHED
@@ -73,6 +78,28 @@ def test_fp8_blocks_whose_scales_sglang_ignores_are_refused():
         found = engine_model_problems(config, model, longest=1, ignored_window=None)
         assert len(found) == wanted
         assert not found or "does not load the scales" in found[0]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize(
+    ("nested", "top", "is_refused"),
+    [
+        (0.25, None, False),
+        (0.5, None, True),
+        (0.5, 0.25, True),
+        (0.5, 0.5, False),
+        (None, 0.5, False),
+    ],
+)
+def test_engines_read_the_rotated_part_of_a_head_at_the_top_level(
+    architecture, nested, top, is_refused
+):
+    """SGLang's Qwen3_5TextConfig (0.5.21) has 0.25 in the rows that are refused."""
+    options = {"rope_theta": 1e4} | ({"partial_rotary_factor": nested} if nested else {})
+    model = {"architectures": [architecture], "rope_parameters": options}
+    found = problems(model=model | ({"partial_rotary_factor": top} if top else {}))
+    assert len(found) == is_refused
+    assert not found or "partial_rotary_factor = 0.5 in rope_parameters" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -171,3 +198,37 @@ def test_engines_start_with_random_weights_only_where_an_update_fills_all(groups
     assert len(found) == bool(reason)
     assert all(one.startswith(f"--sglang-load-format dummy with {reason}") for one in found)
     assert load_format_problems(load([], groups).config) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hicache_storage_backend", "file"), ("enable_lmcache", True), ("enable_flexkv", True)],
+)
+def test_a_cache_that_outlives_an_update_is_refused(name, value):
+    """SGLang's /flush_cache leaves it, and its keys name neither weights nor run."""
+    flag = f"--sglang-{name.replace('_', '-')} "
+    (problem,) = update_problems(load([], {"sglang": {f"sglang_{name}": value}}).config)
+    assert problem.startswith(flag) and "keys and values of earlier weights" in problem
+    untrained = {"sglang": {f"sglang_{name}": value}, "debug": {"debug_rollout_only": True}}
+    assert update_problems(load([], untrained).config) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "setting"),
+    [
+        ({}, None),
+        ({"sync": {"update_weight_transport": "disk"}}, "--update-weight-transport disk"),
+        ({"eval": {"eval_engines": "policy"}}, "--eval-engines policy"),
+        ({"fleet": {"engines": 2}}, "--engines 2"),  # of an extension
+    ],
+)
+def test_files_of_an_update_do_not_reach_another_draft_model(groups, setting):
+    """SGLang 0.5.21 reads them into all models of an engine (``update_weights_from_disk``)."""
+    draft = DRAFTING | {"sglang_speculative_draft_model_path": "/eagle"}
+    config = load([], groups | {"sglang": draft}).config
+    problems = [*update_problems(config), *extensions.problems(config)]
+    assert [one.split(":")[0] for one in problems] == [
+        f"--sglang-speculative-draft-model-path /eagle with {name}" for name in [setting] if name
+    ]
+    without = load([], groups | {"sglang": DRAFTING}).config
+    assert [*update_problems(without), *extensions.problems(without)] == []

@@ -22,6 +22,7 @@ def test_images_alone_are_accepted():
     assert image_setting_problems(config()) == []
     assert image_setting_problems(config(IMAGES | {"image_max_pixels": 1 << 20})) == []
     assert image_setting_problems(config({})) == []
+    assert image_setting_problems(config(env={"env": ["pkg.mod:Game"]})) == []
 
 
 BLIND = {
@@ -32,17 +33,32 @@ BLIND = {
     "--enable-mtp-training": {"grpo": {"enable_mtp_training": True}},
     "--use-rollout-routing-replay": {"grpo": {"use_rollout_routing_replay": True}},
     "--load-debug-rollout-data": {"debug": {"load_debug_rollout_data": "a-{rollout_id}"}},
-    "environments": {"env": {"env": ["pkg.mod:Game"]}},
     "--apply-chat-template": {"rollout": {"multimodal_keys": {"image": "images"}}},
     "--multimodal-keys video": {
         "rollout": IMAGES | {"multimodal_keys": {"image": "images", "video": "videos"}}
     },
     "--multimodal-keys image: 7": {"rollout": IMAGES | {"multimodal_keys": {"image": 7}}},
     "--image-max-pixels": {"rollout": {"image_max_pixels": 1 << 20}},
+    "--vision-tower all has no effect": {"rollout": {}, "optimizer": {"vision_tower": "all"}},
+    "--vision-tower merger with --lora-rank 8": {
+        "optimizer": {"vision_tower": "merger"},
+        "lora": {"lora_rank": 8},
+    },
+    "--vision-tower merger with --advantage-estimator ppo": {
+        "optimizer": {"vision_tower": "merger"},
+        "grpo": {"advantage_estimator": "ppo"},
+    },
+    "--vision-tower merger with --rollout-external-engine-addrs": {
+        "optimizer": {"vision_tower": "merger"},
+        "sglang": {"rollout_external_engine_addrs": ["node:1"]},
+    },
     "--sglang-enable-multimodal": {"sglang": {"sglang_enable_multimodal": False}},
     "--sglang-image-processor-backend": {"sglang": {"sglang_image_processor_backend": "auto"}},
     "--sglang-mm-process-config": {"sglang": {"sglang_mm_process_config": {"image": {}, "a": 1}}},
     "--sglang-speculative-algorithm": {"sglang": {"sglang_speculative_algorithm": "NGRAM"}},
+    "--sglang-speculative-algorithm EAGLE": {
+        "sglang": {"sglang_speculative_algorithm": "EAGLE", "sglang_speculative_draft_model_path": "/d"}
+    },
     "--sglang-load-format dummy": {"sglang": {"sglang_load_format": "dummy"}},
     "--sglang-enable-weights-cpu-backup": {
         "cluster": {"colocate": True, "rollout_num_gpus": 8},
@@ -62,6 +78,12 @@ def test_what_would_not_see_an_image_is_refused_by_name(flag, tmp_path, monkeypa
     )
     problems = image_setting_problems(config(**BLIND[flag]))
     assert len(problems) == 1 and flag in problems[0], problems
+
+
+def test_updates_send_an_encoder_that_is_trained_as_a_whole():
+    for part, count in (("frozen", 1), ("merger", 1), ("all", 0)):
+        random = {"sglang": {"sglang_load_format": "dummy"}, "optimizer": {"vision_tower": part}}
+        assert len(image_setting_problems(config(**random))) == count
 
 
 def test_engines_process_images_as_the_trainer_and_keep_the_encoder():

@@ -8,7 +8,8 @@ from rlpost.config.checks.precision import precision_problems
 from rlpost.config.engine_args import engine_args
 from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.engines.server import engine_arguments
+from rlpost.engines.server import ON_CUDA
+from rlpost.extensions.on_cpu.engine import engine_settings
 from rlpost.trainer.device import weight_dtype
 
 
@@ -31,9 +32,8 @@ def test_generating_in_fp8_is_accepted():
 @pytest.mark.parametrize("has_cuda", [True, False])
 def test_engines_have_the_trainer_s_dtype(bf16, has_cuda, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
-    args = engine_arguments(
-        engine_args(load([], {"perf": {"bf16": bf16}}).config), has_cuda=has_cuda
-    )
+    chosen = engine_args(load([], {"perf": {"bf16": bf16}}).config)
+    args = {**ON_CUDA, **chosen} if has_cuda else engine_settings(chosen)
     assert f"torch.{args['dtype']}" == str(weight_dtype(bf16))
 
 

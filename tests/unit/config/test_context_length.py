@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -21,8 +21,14 @@ from rlpost.config.checks.context_length import (
     context_problems,
     engine_context,
     longest_request,
+    pool_tokens,
+    with_pool,
 )
 from rlpost.config.load import load
+from rlpost.config.server_arg_values import POOL_WITHOUT_GPUS
+from rlpost.driver import run_stages
+from rlpost.driver.run_stages import RunStages
+from rlpost.engines import server
 from tests.unit.cli.projects import make_project
 
 MODEL = {"max_position_embeddings": 4096}
@@ -175,6 +181,75 @@ def test_a_response_that_the_kv_pool_cannot_hold_is_refused_with_its_flag() -> N
     (problem,) = context_problems(config, MODEL)
     assert "2042 tokens that engines serve in full of --sglang-max-total-tokens 2048" in problem
     assert not context_problems(load([], groups).config, MODEL), "its size is unknown"
+
+
+def test_the_kv_pool_of_engines_without_gpus_is_that_of_their_defaults() -> None:
+    """A request beyond it would be rejected, which ends the run."""
+    longer = {"max_position_embeddings": 2 * POOL_WITHOUT_GPUS}
+
+    def longest(has_gpus: bool, **sglang: object) -> int | None:
+        config = with_pool(load([], {"sglang": sglang}).config, has_gpus=has_gpus)
+        return longest_request(config.sglang.server_args, longer)
+
+    assert longest(False) == POOL_WITHOUT_GPUS - UNREAD_TOKENS
+    assert longest(True) == 2 * POOL_WITHOUT_GPUS - UNREAD_TOKENS
+    given = {"sglang_max_total_tokens": 20_000}
+    assert longest(False, **given) == longest(True, **given) == 20_000 - UNREAD_TOKENS
+    groups = {
+        "engines": {"held": {"engines": 1, "follows_policy": True}},
+        "eval": {"eval_engines": "held", "eval_interval": 1, "eval_prompt_data": ["a", "b"]},
+    }
+    config = with_pool(load([], {**groups, "sglang": given}).config, has_gpus=False)
+    assert pool_tokens(config.sglang.server_args) == POOL_WITHOUT_GPUS, "that of held"
+    elsewhere = {"rollout_external_engine_addrs": ("host:1",)}
+    assert longest(False, **elsewhere) == longest(True, **elsewhere)
+
+
+def test_a_run_on_this_machine_is_refused_what_its_engines_cannot_hold(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    project = make_project(tmp_path / "project")
+    config = project / "model/config.json"
+    hf = json.loads(config.read_text()) | {"max_position_embeddings": 2 * POOL_WITHOUT_GPUS}
+    config.write_text(json.dumps(hf))
+    monkeypatch.chdir(project)
+    words = ["submit", "recipe.toml", "--rollout-max-context-len", "20000"]
+    monkeypatch.setattr("rlpost.cli.submit.read_local_gpus", list)
+    assert main([*words, "--dry-run"]) == 0, "its engines run elsewhere"
+    capsys.readouterr()
+    assert main([*words, "--local"]) == 2
+    assert "use --rollout-max-context-len 16378" in capsys.readouterr().err
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize("given", [{}, {"sglang_max_total_tokens": 20_000}])
+def test_engines_get_the_same_arguments_whether_or_not_the_driver_has_gpus(
+    monkeypatch, given
+) -> None:
+    """They may run on other nodes; only requests are bounded by the pool of engines without."""
+    config = load([], {"sglang": given}).config
+    for name in ("Startup", "Observation", "HuggingFaceExport"):
+        monkeypatch.setattr(run_stages, name, Mock())
+    monkeypatch.setattr(run_stages, "read_config", lambda _: MODEL)
+    monkeypatch.setattr(run_stages, "model_break_even", Mock())
+    monkeypatch.setattr(RunStages, "__abstractmethods__", frozenset())
+    pools, arguments = [], []
+    for gpus in ([], [Mock()]):
+        monkeypatch.setattr(run_stages, "read_local_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(run_stages, "Generation", generation := Mock())
+        cluster = SimpleNamespace(attempt_dir="/run/attempts/1")
+        stages = RunStages(config, cluster, checkpoints=Mock(), stop=Mock())  # type: ignore[abstract, arg-type]
+        pools.append(pool_tokens(generation.call_args.args[0].sglang.server_args))
+        arguments.append(server.engine_arguments(stages.config.sglang.server_args))
+    assert arguments[0] == arguments[1]
+    assert pools == ([20_000] * 2 if given else [POOL_WITHOUT_GPUS, None])
+    (problem,) = context_problems(
+        with_pool(
+            load([], {"rollout": {"rollout_max_response_len": 30_000}}).config, has_gpus=False
+        ),
+        {"max_position_embeddings": 40_960},
+    )
+    assert "--sglang-max-total-tokens 16384 (the default without GPUs)" in problem
 
 
 def test_adaptive_drafts_reserve_room_for_the_most_steps() -> None:

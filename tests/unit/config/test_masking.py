@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.submit import resume_command
-from rlpost.config.keys import resolve_references
 from rlpost.config.load import Loaded, dump, load
 from rlpost.config.masking import (
     MASK,
@@ -20,8 +19,9 @@ from rlpost.config.masking import (
 )
 from rlpost.config.show import resolved
 from rlpost.config.tree import Config
-from rlpost.observe.report.write import write_report
-from tests.unit.observe.report.runs import make_run
+from rlpost.extensions.agents.references import resolve_references
+from rlpost.extensions.watching.report.write import write_report
+from tests.unit.watching.report.runs import make_run
 
 SECRET = "sk-proj-S3cr3t"
 URL = f"http://user:{SECRET}@judge.site.org/v1"

@@ -19,7 +19,7 @@ OTHER = {
     # words of a batch file: one that has this value is left out of the file, and read again
     ("slurm.batch.options", "Options"),
     # the limits of a fleet without settings, such as that of a simulation
-    ("rlpost.engines.fleet.membership", "FleetLimits"),
+    ("rlpost.extensions.fleet.membership", "FleetLimits"),
     # other things of the same name
     ("rlpost.extensions.agents.environments.harbor.runnable", "TrialOptions"),  # a key of Harbor's
     ("rlpost.extensions.agents.environments.of_reasoning_gym", "__init__"),  # a task set's seed

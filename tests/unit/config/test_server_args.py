@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli import plan
 from rlpost.cli.check_settings import check
 from rlpost.config import flags, server_arg_values
 from rlpost.config.load import dump, load, parse_dump
 from rlpost.config.server_arg_values import LIMITS, OPAQUE, typed_args, typed_value
 from rlpost.engines.server_args import OURS, check_server_args
 from rlpost.errors import ConfigError
+from rlpost.extensions.planning import plan_verb as plan
 from tests.unit.cli.projects import make_project
 from tools.server_arg_source import source_args
 

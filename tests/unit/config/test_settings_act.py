@@ -127,6 +127,7 @@ OF_PROCESSES = {
     "exp_avg_dtype": "the same", "exp_avg_sq_dtype": "the same",
     "only_train_params_name_list": "names of a model: tests/contract/test_frozen.py",
     "freeze_params_name_list": "names of a model: tests/contract/test_frozen.py",
+    "vision_tower": "gradients of an encoder: tests/contract/test_images_in_trainer.py",
     "image_max_pixels": "tokens of an image: tests/unit/images/test_processor.py",
     "seed": "random numbers of new weights and of dropout",
     "lora_export": "the form of a folder: tests/contract/test_lora.py",

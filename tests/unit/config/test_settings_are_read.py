@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlpost.cli.fleet_jobs import PLACES
 from rlpost.cli.job import SAME_NAME
 from rlpost.config.flags import fields
 from rlpost.config.tree import Config
+from rlpost.extensions.fleet.fleet_jobs import PLACES
 
 ROOT = Path(__file__).parents[3] / "rlpost"
 WITHOUT_EFFECT = (
     "config/checks",
     "config/plan",
+    "extensions/planning",
     "config/show.py",
     "config/wording.py",
     "cli/check_settings.py",
@@ -30,12 +31,13 @@ WITHOUT_EFFECT = (
     "compat",
     "rehearsal",
     "durable/journal.py",
+    "extensions/fleet/fleet_checks.py",
 )
 """What compares, refuses, shows or translates settings, and does not run with them."""
 HOLDERS = {"config", "given", "settings", "self", "evaluation", "bounds", "own", "table"}
 """Variables, beside those of the name of a table, through which settings are read."""
 ONLY_IN = {
-    "node_mtbf_hours": "config/plan/save_interval.py",  # for a recommendation
+    "node_mtbf_hours": "extensions/planning/save_interval.py",  # for a recommendation
     "rollout_function_path": "config/checks/functions.py",  # translated to other settings
     "eval_function_path": "config/checks/functions.py",
 }

@@ -4,11 +4,12 @@ not to be there.
 
 import importlib.metadata
 import importlib.util
+import json
 
 import pytest
 
 from rlpost.cli import check_installed as check
-from rlpost.config.load import JOBS, files_of, load
+from rlpost.config.load import JOBS, dump, files_of, load, read_dump
 from rlpost.config.megatron_options import option_names
 from rlpost.config.transformer_engine import MEGATRON_OPTIONS, needs, needs_transformer_engine
 from rlpost.errors import ConfigError
@@ -36,7 +37,6 @@ def test_a_dense_model_needs_nothing_and_is_slower_without_one_kernel():
 @pytest.mark.parametrize(
     ("groups", "setting"),
     [
-        ({"perf": {"transformer_impl": "transformer_engine"}}, "--transformer-impl "),
         ({"perf": {"moe_grouped_gemm": True}}, "--moe-grouped-gemm true"),
         ({"perf": {"moe_permute_fusion": True}}, "--moe-permute-fusion true"),
         (
@@ -55,7 +55,7 @@ def test_each_setting_that_requires_it_is_named_by_flag_and_value(groups, settin
 @pytest.mark.parametrize(
     "groups",
     [
-        {"perf": {"transformer_impl": "local"}},
+        {"lora": {"lora_rank": 8}},
         {"optimizer": {"use_precision_aware_optimizer": True}},
         {"optimizer": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}},
         {"megatron": {"fp8": False, "attention_backend": "flash", "moe_router_fusion": False}},
@@ -100,8 +100,8 @@ def test_an_environment_for_gpus_without_it_is_refused_on_the_login_node(recipe,
     check.check_installed(config)
 
 
-def test_where_it_is_installed_nothing_is_said_unless_local_layers_are_asked_for(monkeypatch):
-    """Its Adam is had with local layers too."""
+def test_where_it_is_installed_nothing_is_said_unless_adapters_need_other_layers(monkeypatch):
+    """Its Adam is had with these too."""
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(
@@ -115,8 +115,19 @@ def test_where_it_is_installed_nothing_is_said_unless_local_layers_are_asked_for
     recipe = files_of(JOBS / "recipes/glm45_355b.toml")
     check.check_installed(load(recipe, {"optimizer": adam}).config)
     with pytest.raises(ConfigError) as caught:
-        check.check_installed(
-            load(recipe, {"optimizer": adam, "perf": {"transformer_impl": "local"}}).config
-        )
+        check.check_installed(load(recipe, {"optimizer": adam, "lora": {"lora_rank": 8}}).config)
     grouped = str(caught.value)
-    assert "--moe-grouped-gemm" in grouped and "which --transformer-impl local rules out" in grouped
+    assert (
+        "--moe-grouped-gemm" in grouped
+        and "whose layers have no adapters (--lora-rank); give" in grouped
+    )
+
+
+def test_a_run_of_an_earlier_version_that_chose_its_layers_is_read_and_told_so():
+    tables = json.loads(dump(load([], {}).config))
+    tables["perf"]["transformer_impl"] = "local"
+    config, (line,) = read_dump(json.dumps(tables))
+    assert config == load([], {}).config
+    assert "--transformer-impl local: layers are TransformerEngine's on GPUs" in line
+    tables["perf"]["transformer_impl"] = None
+    assert read_dump(json.dumps(tables))[1] == []

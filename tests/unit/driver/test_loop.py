@@ -226,6 +226,7 @@ def run(
         return asyncio.run(whole())
     finally:
         journal.close()
+        metrics.close()
 
 
 def comparable(folder):

@@ -43,9 +43,9 @@ def test_waiting_is_not_lag():
             await asyncio.sleep(0.5)
             return lag.take(), time.thread_time() - started
 
-    lag_s, used_s = asyncio.run(run())
-    assert lag_s < 0.4, "half a second of waiting is not a lag of half a second"
-    assert used_s < 0.1
+    measured = [asyncio.run(run()) for _ in range(3)]  # once the machine may be busy for so long
+    assert min(lag_s for lag_s, _ in measured) < 0.4, "half a second of waiting is not a lag"
+    assert min(used_s for _, used_s in measured) < 0.1
 
 
 async def test_a_stall_logs_the_stack_of_the_loop_once(caplog):

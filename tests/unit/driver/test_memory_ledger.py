@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.cluster import Cluster, Node
-from rlpost.cli.plan import model_of
 from rlpost.config.load import JOBS, files_of, load
-from rlpost.config.plan.estimate import estimate
 from rlpost.driver import generation, stages, startup
 from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.engines import own_engines
@@ -25,6 +23,8 @@ from rlpost.durable.commit import checkpoint_name
 from rlpost.durable.state import RunState
 from rlpost.engines import engine_side_weights
 from rlpost.errors import MemoryHeld
+from rlpost.extensions.planning.estimate import estimate
+from rlpost.extensions.planning.plan_verb import model_of
 from rlpost.rollout.policy_versions import PolicyVersions
 from rlpost.trainer import device
 from tests.fakes.memory_ledger import MemoryLedger, OutOfMemory
@@ -36,7 +36,7 @@ from tests.fakes.planned_cluster import (
     RankProcesses,
     free_memory,
 )
-from tests.unit.driver.test_stages import MODEL, FleetOfJobs, Workers
+from tests.unit.driver.test_stages import MODEL, JobsThatJoin, Workers
 
 SAME_MEMORY = {"glm45_355b_fp8", "glm46_355b", "glm47_355b"}  # as glm45_355b (tests/unit/jobs)
 SAME_MEMORY |= {"qwen3_4b_judge", "qwen3_4b_teacher"}  # groups have GPUs of their own
@@ -97,9 +97,9 @@ def run_of(tmp_path, monkeypatch):
             "failure": Client.failure,
         },
         engine_side_weights: {"EngineClient": Client},
-        stages: {"FleetSync": SimpleNamespace(of=lambda *_, **__: FleetOfJobs([]))},
+        stages: {"joining_engines": lambda *_: JobsThatJoin([])},
         generation: {
-            "PromptTokenizer": lambda *_, **__: None,
+            "tokenizer_class": lambda _: lambda *_, **__: None,
             "prompt_set": lambda *_, **__: SimpleNamespace(all=list),
             "make_grader": lambda config, engines: Workers("grader", []),
         },
@@ -129,6 +129,7 @@ def run_of(tmp_path, monkeypatch):
         given = {
             "checkpoint": {"hf_checkpoint": str(tmp_path / "model")},
             "sglang": {"rollout_health_check_interval": 0.01} | flags,
+            "rollout": {"multimodal_keys": {}},  # the model folder here reads no images
         }
         groups = dict(CRITICS.get(name, {})) | given
         recipe = WITH_CRITIC if name in CRITICS else name

@@ -7,6 +7,7 @@ from rlpost.config.load import load
 from rlpost.driver import workers
 from rlpost.driver.placement import Offer, Slot, order_by_gpu, place, replaced, service_ports
 from rlpost.errors import PlacementError
+from rlpost.extensions.planning.planned_slices import policy_nodes
 
 
 def config(**cluster):
@@ -26,6 +27,30 @@ def test_ranks_fill_nodes_in_order_and_engines_spread():
         ["10.0.0.1"],
     ]
     assert placement.ranks_of_engines == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "cluster"),
+    [
+        (
+            1,
+            {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4},
+        ),
+        (
+            1,
+            {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 2},
+        ),
+        (3, {"actor_num_nodes": 1, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 12}),
+        (3, {"actor_num_nodes": 1, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16}),
+        (2, {"actor_num_nodes": 2, "colocate": True, "rollout_num_gpus_per_engine": 16}),
+    ],
+)
+def test_the_planner_has_the_engines_on_the_nodes_on_which_they_are_placed(num_nodes, cluster):
+    settings = config(nodes=num_nodes, num_gpus_per_node=8, **cluster)
+    placement = place(offers(*[8] * num_nodes), settings)
+    parts = [part for engine in placement.engines for part in engine]
+    nodes = [int(part.ip.rpartition(".")[2]) for part in parts for _ in range(part.num_gpus)]
+    assert policy_nodes(settings) == tuple(nodes)
 
 
 def test_ranks_are_in_the_order_of_the_agents_nodes_whatever_the_order_of_ray(monkeypatch):

@@ -282,14 +282,14 @@ def test_a_request_that_is_noticed_late_counts_from_when_it_was_written(tmp_path
 
 def test_a_hanging_folder_does_not_block_polling(tmp_path, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr("rlpost.driver.preemption.ANSWER_S", 0.1)
+    monkeypatch.setattr("rlpost.driver.preemption.ANSWER_S", 0.3)
     stop, exists = StopRequest(tmp_path / "STOP"), os.path.exists
     with monkeypatch.context() as patched:
         patched.setattr(os.path, "exists", lambda path: answers.wait(20) and exists(path))
         started = time.monotonic()
         for _ in range(50):
             assert not stop.requested()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 10, "not 0.3 s at each of 50 calls"
         (tmp_path / "STOP").write_text("now")
         answers.set()
         deadline = time.monotonic() + 20

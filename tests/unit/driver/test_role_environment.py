@@ -9,6 +9,7 @@ import os
 import pytest
 
 from common.cluster import Cluster
+from rlpost.config.engine_args import FEATURE_CACHE
 from rlpost.config.load import load
 from rlpost.driver import startup
 from rlpost.driver.engines import own_engines
@@ -51,6 +52,17 @@ def test_nccl_does_not_register_graphs_wherever_they_are_released(groups, given,
     config = load([], groups).config
     assert engine_environment(config, given).get(REGISTER) == wanted
     assert REGISTER not in trainer_environment(config, given)
+
+
+@pytest.mark.parametrize("part", ["frozen", "merger", "all"])
+@pytest.mark.parametrize("given", [{}, {FEATURE_CACHE: "4096"}])
+@pytest.mark.parametrize("placed", [COLOCATED, DEDICATED])
+def test_engines_keep_no_features_of_an_encoder_that_is_trained(part, given, placed):
+    images = {"multimodal_keys": {"image": "images"}, "apply_chat_template": True}
+    config = load([], placed | {"rollout": images, "optimizer": {"vision_tower": part}}).config
+    kept = (given | engine_environment(config, given)).get(FEATURE_CACHE)
+    assert kept == (given.get(FEATURE_CACHE) if part == "frozen" else "0")
+    assert FEATURE_CACHE not in trainer_environment(config, given)
 
 
 def test_workers_are_created_with_the_variables_of_their_role(tmp_path, monkeypatch):

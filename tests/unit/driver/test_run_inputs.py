@@ -22,7 +22,8 @@ FILES = {
     "filter.py": "def keep(group): return True\n",
     "environment.py": "class Calculator: pass\n",
     "judge.toml": "template = 'x'\n",
-    "held.jsonl": "{}\n",
+    "held.jsonl": '{"input": "<image> <image>", "images": ["held.png", "gone.png"]}\n',
+    "held.png": "pixels",
     "model/config.json": "{}",
     "model/tokenizer.json": "{}",
     "model/additional_chat_templates/tool_use.jinja": "x",
@@ -35,7 +36,7 @@ NAMED_BY = {
     "filter.py": "--dynamic-sampling-filter-path",
     "environment.py": "--env",
     "judge.toml": "--judge",
-    "held.jsonl": "evaluation set held",
+    **dict.fromkeys(("held.jsonl", "held.png"), "evaluation set held"),
     "model/tokenizer.json": "tokenizer of",
     "model/additional_chat_templates/tool_use.jinja": "tokenizer of",
 }
@@ -50,6 +51,7 @@ def config_of(root: Path) -> Config:
         "custom_rm_path": f"{root}/rewards/reward.py:grade",
         "dynamic_sampling_filter_path": f"{root}/filter.py:keep",
         "judge": str(root / "judge.toml"),
+        "multimodal_keys": {"image": "images"},
     }
     return load(
         [],

@@ -90,7 +90,7 @@ def made(
     stand_ins |= {"order_by_gpu": lambda *_: [0]}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(startup, name, stand_in)
-    monkeypatch.setattr(generation, "PromptTokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(generation, "tokenizer_class", lambda _: lambda *_, **__: None)
     monkeypatch.setattr(generation, "make_grader", lambda config, engines: Workers("grader", log))
     monkeypatch.setattr(generation.Generation, "connect", Workers("engines", log).connect)
     (folder / "model").mkdir()
@@ -137,8 +137,8 @@ async def test_a_failed_startup_leaves_nothing_behind(mode, fails, closed, tmp_p
     assert log == ["close grader", *(f"close {name}" for name in closed)]
 
 
-class FleetOfJobs:
-    """Logs the order of events of the fleet's engines and of the run's own engines."""
+class JobsThatJoin:
+    """Logs the order of events of engines in other jobs and of the run's own engines."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -180,14 +180,14 @@ class FleetOfJobs:
         ),
     ],
 )
-async def test_the_fleet_gets_weights_before_or_while_own_engines_generate(
+async def test_other_jobs_get_weights_before_or_while_own_engines_generate(
     mode, order, tmp_path, monkeypatch
 ):
     nodes = (Node("n0", "10.0.0.1", "lo", 1),)
     log: list[str] = []
-    jobs = FleetOfJobs(log)
+    jobs = JobsThatJoin(log)
     made_stages, _ = made(mode, tmp_path, monkeypatch, fails=(), nodes=nodes)
-    monkeypatch.setattr(stages, "FleetSync", SimpleNamespace(of=lambda *_, **__: jobs))
+    monkeypatch.setattr(stages, "joining_engines", lambda *_: jobs)
     monkeypatch.setattr(
         stages,
         "EngineHealth",

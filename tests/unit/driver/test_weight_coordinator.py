@@ -1,6 +1,9 @@
 """Weight updates by the coordinator: stops between buckets, broken broadcasts, folders, copies."""
 
 import asyncio
+import base64
+import json
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -11,13 +14,24 @@ from typing import ClassVar
 import pytest
 
 from rlpost.config.load import load
+from rlpost.config.plan.shard_plan import SentTensor, Unit
 from rlpost.driver import weight_coordinator
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.weight_coordinator import WeightCoordinator
 from rlpost.driver.worker_groups import ActorGroup
-from rlpost.engines import engine_side_weights
-from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError, TrainerDied
+from rlpost.engines import engine_side_weights, shard_mover
+from rlpost.engines.engine_side_weights import BroadcastMover
+from rlpost.engines.shard_mover import ShardMover
+from rlpost.errors import (
+    EngineDied,
+    EngineNotPrepared,
+    Preempted,
+    RolloutError,
+    SyncError,
+    TrainerDied,
+)
+from rlpost.models.regions import group_to_json, grouped, whole
 from rlpost.types import Bucket, EngineAddress
 
 BUCKETS = [Bucket((f"w{i}",), ((2, 2),), ("float32",)) for i in range(4)]
@@ -32,8 +46,8 @@ class Engine:
     dead: ClassVar[set[str]] = set()
     adapters: ClassVar[list[tuple[str, str]]] = []
 
-    def __init__(self, url: str, api_key: str, *, timeout_s: float) -> None:
-        self.url, self.version = url, "0"
+    def __init__(self, url: str, api_key: str, *, timeout_s: float, selector: str) -> None:
+        self.url, self.version, self.selector = url, "0", selector
 
     async def update_weights(self, bucket, *, group_name, version):
         await self._take(version)
@@ -61,6 +75,9 @@ class Engine:
 
     async def request(self, *_) -> None:
         pass
+
+    async def has_shard_loader(self) -> bool:
+        return True
 
     def __getattr__(self, name: str) -> Callable:
         """Return a method that succeeds, for pausing, joining a group, resuming and so on."""
@@ -91,6 +108,9 @@ class Actors:
             if method in MOVES
             else self.answers.get(method, [None])
         )
+
+    def __len__(self) -> int:
+        return 1
 
     async def call_each(self, method, arguments):
         return [None] * len(arguments)
@@ -127,6 +147,256 @@ async def updated(one, *versions):
     await one.connect()
     for version in versions:
         await one.update(version)
+
+
+SLICES = {"sync": {"update_weight_transport": "slices"}}
+
+
+def test_engines_get_slices_only_if_all_of_them_can_receive_them(tmp_path, monkeypatch, caplog):
+    one = coordinator(Actors(tmp_path / "STOP"), tmp_path / "weights", num_engines=1, **SLICES)
+    asyncio.run(one.connect())
+    assert isinstance(one._mover, ShardMover)
+
+    async def lacks(self) -> bool:
+        return False
+
+    monkeypatch.setattr(Engine, "has_shard_loader", lacks)
+    asyncio.run(one.connect())
+    assert isinstance(one._mover, BroadcastMover)
+    assert "http://a cannot receive slices" in caplog.text
+
+
+def test_engines_that_move_experts_receive_all_weights(tmp_path, caplog):
+    args = {"sglang": {"sglang_enable_eplb": True}}
+    one = coordinator(Actors(tmp_path / "STOP"), tmp_path / "weights", **SLICES, **args)
+    asyncio.run(one.connect())
+    assert isinstance(one._mover, BroadcastMover)
+    assert "--sglang-enable-eplb moves experts" in caplog.text
+
+
+def test_weights_are_broadcast_to_more_engines_than_the_trainer_has_ranks(tmp_path):
+    """Each rank would send its shards to each of them."""
+    one = coordinator(Actors(tmp_path / "STOP"), tmp_path / "weights", num_engines=2, **SLICES)
+    asyncio.run(one.connect())
+    assert isinstance(one._mover, BroadcastMover)
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "path", "selector"),
+    [(True, None, "all"), (False, None, "target"), (True, "/eagle", "target")],
+)
+def test_a_draft_model_gets_the_weights_of_the_trained_layer_alone(
+    is_trained, path, selector, tmp_path
+):
+    """Another would load the policy's weights of the same names, such as model.norm."""
+    one = coordinator(
+        Actors(tmp_path / "STOP"),
+        tmp_path / "weights",
+        grpo={"enable_mtp_training": is_trained},
+        sglang={"sglang_speculative_draft_model_path": path},
+    )
+    asyncio.run(one.connect())
+    assert one._update.receivers[0].client.selector == selector
+
+
+TENSORS = ("w", "v")
+"""Each as large as a bucket."""
+MISSING_VERSION = 6
+
+
+class Joining(Actors):
+    """A rank whose ``connect`` for slices ends only when it is aborted, and then raises SyncError.
+
+    So does ``blocks``. It sends and packs a bucket for longer than an engine takes to refuse it.
+    """
+
+    def __init__(self, stop_file: Path, *, backend: str = "gloo", blocks: str = "") -> None:
+        super().__init__(stop_file, backend=backend)
+        self.blocks, self.called = blocks, []
+        self.aborted = asyncio.Event()
+        tensors = [SentTensor(name, (2, 2), "float32") for name in TENSORS]
+        units = tuple(Unit(0, (tensor,)) for tensor in tensors)
+        regions = grouped([whole(name, (2, 2)) for name in TENSORS])
+        self.answers["shards.describe"] = [(units, regions, frozenset())]
+
+    async def call(self, method, *arguments):
+        self.called.append(method)
+        blocks = self.blocks or (Refusing.at == "connect" and "shards.connect")
+        if method == blocks and not self.aborted.is_set():
+            await asyncio.shield(self.aborted.wait())
+            raise SyncError("aborted")
+        if method in ("shards.send", "pack_shards"):
+            await asyncio.sleep(0.1)
+        if method == "old_policy.swap_in" and arguments[0] == MISSING_VERSION:
+            raise SyncError("the ranks do not have it")
+        return await super().call(method, *arguments)
+
+    async def call_aside(self, method, *arguments):
+        assert method == "shards.abort"
+        self.aborted.set()
+        return [None]
+
+    async def transfer(self, method, *arguments):
+        return []
+
+
+class Refusing(Engine):
+    """An engine that fails at one message to its loader."""
+
+    at, error = "", RolloutError("no such kernel")
+    log: ClassVar[list[str]] = []
+
+    async def send_to_loader(self, payloads, *, version=None):
+        ((text, _),) = pickle.loads(base64.b64decode(payloads[0]))
+        message = json.loads(text)
+        self.log.append(message["do"])
+        await asyncio.sleep(0.01)
+        if message["do"] == self.at and (self.at != "receive" or self.log.count(self.at) == 1):
+            raise self.error
+        await self._take(version)
+        if message["do"] == "record":
+            numbers = {name: number for number, name in enumerate(TENSORS)}
+            regions = [whole(name, (2, 2)) for name in TENSORS]
+            boxes = [group_to_json(one, numbers) for one in grouped(regions)]
+            answer = {"boxes": boxes, "together": [], "reasons": {}}
+            Path(message["answer"]).write_text(json.dumps(answer))
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "nccl"])
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """Makes all engines refuse a message."""
+    monkeypatch.setattr(engine_side_weights, "EngineClient", Refusing)
+    monkeypatch.setattr(Refusing, "log", [])
+
+    def refuse(at: str, error: Exception = Refusing.error) -> None:
+        monkeypatch.setattr(Refusing, "at", at)
+        monkeypatch.setattr(Refusing, "error", error)
+
+    refuse("")
+    return refuse
+
+
+@BACKENDS
+@pytest.mark.parametrize("at", ["record", "plan", "connect", "receive"])
+def test_engines_that_refuse_slices_get_all_weights_in_the_same_update(
+    at, backend, tmp_path, refusing, caplog
+):
+    """The trainer does not wait for them in the group; later connections do not ask again.
+
+    The memory of both sides is freed, and nothing is left of the files.
+    """
+    refusing(at)
+    actors = Joining(tmp_path / "STOP", backend=backend)
+    one = coordinator(actors, tmp_path / "weights", **SLICES)
+    asyncio.run(asyncio.wait_for(updated(one, 7), timeout=20))
+    assert isinstance(one._mover, BroadcastMover)
+    assert actors.aborted.is_set() == (at == "connect")
+    assert "no such kernel" in caplog.text and "all engines receive all weights" in caplog.text
+    assert Refusing.log[-1] == "disconnect" and "shards.release" in actors.called
+    assert list((tmp_path / "slices").iterdir()) == []
+    asyncio.run(one.connect())
+    assert isinstance(one._mover, BroadcastMover)
+    if at == "connect":
+        assert "ranks from 0 are the trainer's, from 1 those of http://a" in caplog.text
+
+
+@BACKENDS
+def test_an_engine_that_has_changed_records_once_more_and_receives_slices(
+    backend, tmp_path, refusing
+):
+    refusing("receive", EngineNotPrepared("parameters have other shapes"))
+    actors = Joining(tmp_path / "STOP", backend=backend)
+    one = coordinator(actors, tmp_path / "weights", **SLICES)
+    asyncio.run(asyncio.wait_for(updated(one, 7), timeout=20))
+    assert isinstance(one._mover, ShardMover)
+    assert Refusing.log == ["record", "plan", "connect", "receive"] * 2 + ["receive"]
+
+
+@pytest.mark.parametrize(("at", "blocks"), [("receive", "shards.send"), ("connect", "shards.meet")])
+def test_on_nccl_engines_blocked_by_the_refusal_of_one_get_all_weights_after_a_restart(
+    at, blocks, tmp_path, monkeypatch, refusing
+):
+    monkeypatch.setattr(shard_mover, "REFUSAL_S", 0.1)
+    refusing(at)
+    actors = Joining(tmp_path / "STOP", backend="nccl", blocks=blocks)
+    one = coordinator(actors, tmp_path / "weights", **SLICES)
+
+    async def run() -> None:
+        await one.connect()
+        with pytest.raises(SyncError, match="no such kernel"):
+            await one.update(7)
+        assert one.engines_are_stuck
+        await updated(one, 7)  # what ``EngineHealth`` does after the restart
+
+    asyncio.run(asyncio.wait_for(run(), timeout=20))
+    assert isinstance(one._mover, BroadcastMover) and not one.engines_are_stuck
+
+
+async def test_only_a_failure_of_slices_counts_as_a_refusal_of_slices(
+    tmp_path, monkeypatch, refusing
+):
+    one = coordinator(Joining(tmp_path / "STOP"), tmp_path / "weights", **SLICES)
+    pauses = []
+
+    class Busy(Refusing):
+        async def pause(self, mode: str) -> None:
+            pauses.append(mode)
+            if len(pauses) == 1:
+                raise RolloutError("answered 503: busy")
+
+    monkeypatch.setattr(engine_side_weights, "EngineClient", Busy)
+    await one.connect()
+    for version, problem in ((5, "503: busy"), (MISSING_VERSION, "do not have it")):
+        with pytest.raises(SyncError, match=problem):
+            await one.update(version)
+    await updated(one, 7)
+    assert isinstance(one._mover, ShardMover)
+
+
+async def test_gathered_weights_that_do_not_arrive_either_are_no_reason_to_gather_later(
+    tmp_path, monkeypatch, refusing
+):
+    refusing("plan")
+    one = coordinator(Joining(tmp_path / "STOP"), tmp_path / "weights", **SLICES)
+
+    async def fail(*_, **__) -> None:
+        raise RolloutError("answered 400: no")
+
+    monkeypatch.setattr(Refusing, "update_weights", fail)
+    with pytest.raises(SyncError, match="400: no"):
+        await updated(one, 7)
+    await one.connect()
+    assert isinstance(one._mover, ShardMover)
+
+
+async def test_engines_that_have_taken_slices_take_them_after_a_reconnect_too(tmp_path, refusing):
+    """A failure then has another reason, which a restart mends."""
+    one = coordinator(Joining(tmp_path / "STOP"), tmp_path / "weights", **SLICES)
+    await updated(one, 1, 2)
+    await one.connect()
+    refusing("plan")
+    with pytest.raises(SyncError, match="no such kernel"):
+        await one.update(3)
+    await one.connect()
+    assert isinstance(one._mover, ShardMover)
+
+
+@BACKENDS
+def test_an_engine_that_dies_while_it_connects_is_an_error_that_its_restart_mends(
+    backend, tmp_path, refusing
+):
+    """The others wait for it in the store of the group, not in a kernel."""
+    refusing("connect", EngineDied("engine http://a is gone"))
+    actors = Joining(tmp_path / "STOP", backend=backend)
+    one = coordinator(actors, tmp_path / "weights", **SLICES)
+    with pytest.raises(SyncError, match="http://a is gone"):
+        asyncio.run(asyncio.wait_for(updated(one, 7), timeout=20))
+    assert actors.aborted.is_set() and not one.engines_are_stuck
+    asyncio.run(one.connect())
+    assert isinstance(one._mover, ShardMover), "the engine that replaces it is asked again"
 
 
 SHARED = {"cluster": {"colocate": True}}

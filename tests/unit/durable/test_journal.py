@@ -288,7 +288,7 @@ def test_a_hanging_write_blocks_only_its_waiters_and_not_the_event_loop(
     tmp_path, monkeypatch, held, caplog
 ):
     """Records that a crash loses from the queue do not exist for the next attempt."""
-    monkeypatch.setattr(segment_writer, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(segment_writer, "DEADLINE_S", 1.0)
     journal = resumed(tmp_path)
     journal.append_group(group(0), wanted=True)
     durable(journal)
@@ -304,7 +304,7 @@ def test_a_hanging_write_blocks_only_its_waiters_and_not_the_event_loop(
         assert await ticks(journal.durable()) > 5
 
     asyncio.run(run())
-    assert not journal.is_written and "an fsync took more than 0 s" in caplog.text
+    assert not journal.is_written and "an fsync took more than 1 s" in caplog.text
     held.go_on.set()
     written = [(GROUP, 0), (GROUP, 1)]  # the last one is the write that hung
     assert replayed(resumed(tmp_path)) in (written, written[:1])

@@ -224,6 +224,32 @@ def test_with_other_prompt_data_nothing_is_used_and_the_cost_is_reported(tmp_pat
     assert waiting(resumed(tmp_path, data="13 rows")) == []
 
 
+@pytest.mark.parametrize(
+    ("attempts", "is_used"),
+    [
+        (["files", "files+images", "files+images"], True),
+        (["files", "others+images"], False),
+        (["files", "files+images", "files+others"], False),
+        (["files+images", "files"], False),
+    ],
+)
+def test_a_fingerprint_without_images_is_compared_with_that_of_the_files(
+    tmp_path, caplog, attempts, is_used
+):
+    """Segments of rlpost 0.2 have it, and one with images continues them."""
+    journal = resumed(tmp_path, data=attempts[0])
+    journal.append_group(group(0, 3, 4), wanted=True)
+    for data in attempts[1:]:
+        journal.close()
+        journal = resumed(tmp_path, data=data)
+    assert waiting(journal) == ([(GROUP, 0)] if is_used else [])
+    of_images = attempts[1:] == ["files+images", "files+others"]
+    what = "images that the rows" if of_images else "the files"
+    assert ("have changed since" in caplog.text) != is_used
+    assert is_used or f"{what} of --prompt-data" in caplog.text
+    journal.close()
+
+
 # Storage that fails when it is read.
 
 

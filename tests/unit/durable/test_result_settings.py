@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.flags import flag
+from rlpost.config.flags import flag, groups
 from rlpost.config.groups.engines import EngineGroup
 from rlpost.config.load import dump, parse_dump
 from rlpost.config.tree import Config, Tree
@@ -188,6 +188,19 @@ EARLIER = json.loads(Path(__file__).with_name("run_with_model_table.json").read_
 """Settings and recorded values of a run of 0.2, whose [model] stated the architecture of
 Qwen3-30B-A3B beside its config.json, with another base of the rotary embedding."""
 WEIGHTS = {"--hf-checkpoint": "abc"}
+
+
+def test_a_setting_that_an_earlier_version_lacks_counts_at_its_default():
+    """For every setting: without it in the record, only another value than the default is a change."""
+    fields = {key: one for table in groups().values() for key, one in table.model_fields.items()}
+    recorded = json.loads(result_settings(USED).to_json())
+    for kind in ("generated", "trained"):
+        for key, value in recorded[kind].items():
+            before = {**recorded, kind: {k: v for k, v in recorded[kind].items() if k != key}}
+            lines = compare(json.dumps(before), json.dumps(recorded))
+            usual = fields[key].get_default(call_default_factory=True) if key in fields else None
+            is_usual = value in (None, [], {}, list(usual) if isinstance(usual, tuple) else usual)
+            assert (lines == Change()) == is_usual, (key, value, lines)
 
 
 def test_a_journal_of_a_version_that_stated_the_architecture_is_resumed():

@@ -90,7 +90,7 @@ async def test_only_one_call_waits_for_a_write_that_hangs_and_later_writes_stay_
     assert not await file.do(lambda: answers.wait(20) and done.append(1))
     for number in (2, 3, 4):
         assert not await file.do(lambda number=number: done.append(number))
-    assert time.monotonic() - started < 2 and caplog.text.count("continues in the background") == 1
+    assert time.monotonic() - started < 10 and caplog.text.count("continues in the background") == 1
     answers.set()
     async with asyncio.timeout(20):
         while not await file.do(lambda: None):

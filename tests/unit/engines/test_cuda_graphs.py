@@ -74,6 +74,7 @@ def started_with(
     monkeypatch.setattr(os, "environ", os.environ.copy())
     server.run_engine(arguments, ready_fd=-1)
     always = {**server.DEFAULTS, **server.ON_CUDA}
+    always |= {name: arguments[name] for name in always if name in arguments}
     assert {name: seen["server_args"].pop(name) for name in always} == always
     is_paused = bool(arguments.get("enable_memory_saver"))
     assert seen.get("niceness") == (server.PAUSED_NICENESS if is_paused else None)
@@ -84,6 +85,10 @@ def test_an_engine_that_offloads_captures_graphs_in_releasable_memory(monkeypatc
     environment, server_args = started_with(monkeypatch, {**SAVER, "tp_size": 2})
     assert environment[VARIABLE] == "1" and environment[REGISTER] == "0"
     assert server_args == {**SAVER, "tp_size": 2, PREFILL: "disabled"}
+
+
+def test_a_dtype_of_the_caller_is_kept(monkeypatch):
+    started_with(monkeypatch, {"dtype": "float32"})
 
 
 def test_an_engine_with_exclusive_gpus_is_not_changed(monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 
 from rlpost.engines import engine_client
 from rlpost.engines.engine_client import EngineClient
-from rlpost.errors import EngineDied, RolloutError
+from rlpost.engines.shards.messages import Failure
+from rlpost.errors import EngineDied, EngineNotPrepared, RolloutError
 from rlpost.types import Bucket
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 
@@ -23,6 +24,20 @@ def test_a_refusal_names_engine_path_status_and_body() -> None:
         asyncio.run(ask(engine, lambda client: client.pause()))
     for part in (engine.url, "POST /pause_generation", "400", '"message": "no"'):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_failure_of_the_loader_says_whether_another_preparation_mends_it(
+    is_prepared: bool,
+) -> None:
+    """However long the texts are, of one data-parallel rank or of two."""
+    failure = Failure(("rank 0: " + "x" * 2_000, "rank 1: lost"), is_prepared).to_text()
+    for refusal in (failure, f"{failure} | {failure}"):
+        engine = FakeEngine(refuses="update_weights_from_tensor", refusal=refusal)
+        with pytest.raises(RolloutError, match="the loader of slices failed: rank 0: x") as error:
+            asyncio.run(ask(engine, lambda client: client.send_to_loader(["payload"])))
+        assert isinstance(error.value, EngineNotPrepared) is not is_prepared
+        assert len(str(error.value)) < 700
 
 
 def test_a_wrong_key_is_refused_and_not_shown() -> None:

@@ -57,6 +57,21 @@ def test_the_order_is_pause_begin_receive_end_flush_check_resume() -> None:
     assert second["weight_version"] == "7"
 
 
+def test_every_message_with_weights_names_the_models_that_it_fills() -> None:
+    engine = FakeEngine()
+
+    async def run() -> None:
+        async with serving(engine) as (url,):
+            client = EngineClient(url, KEY, selector="target")
+            await client.begin_weight_update()
+            await client.update_weights(BUCKETS[0], group_name="rlpost")
+            await client.update_weights_from_handles(["handle"])
+            await client.send_to_loader(["message"])
+
+    asyncio.run(run())
+    assert [body["selector"] for body in engine.bodies] == ["target"] * 4
+
+
 def test_a_session_left_open_by_a_failed_update_is_closed_before_the_next_one() -> None:
     """Such a session is left when another engine dies while all are opening theirs."""
     engine = FakeEngine(in_session=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import ImageSpan, Prompt
-from tests.image_model import make_image_folder, noise
+from tests.image_model import make_image_folder, make_published_folder, noise
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
 
 IMAGE, VIDEO = 7, 8
@@ -81,6 +82,17 @@ def test_images_and_tokens_that_do_not_match_are_never_sent(case, data):
     for what, ids, images in changes:
         with pytest.raises(RolloutError, match="request"):
             assert TOKENS.collapse(IntColumn(ids), images) is what
+
+
+def test_no_request_has_a_start_of_a_video(tmp_path):
+    """SGLang takes images of GLM-V that follow one for frames of a video that is not there."""
+    start = 9
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "video_start_token_id": start}
+    (tmp_path / "config.json").write_text(json.dumps(ids))
+    tokens = ImageTokens.of(tmp_path)
+    assert tokens.all == (IMAGE, VIDEO, start)
+    with pytest.raises(RolloutError, match="1 tokens of images or videos beside those of its 1"):
+        tokens.collapse(IntColumn([start, 20, IMAGE, 21]), [ImageSpan("ab", 2, 1, (1, 2, 2))])
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +243,23 @@ def test_an_answer_that_spells_an_image_is_not_continued(images, prompt, mark, r
     later = FakeEngine(answer=answer)
     again = write(later, images, prompt, sampling=sampling, so_far=sample)
     assert again == sample and not later.bodies
+
+
+def test_an_engine_of_qwen2_5_vl_gets_no_request_that_ends_before_an_image(tmp_path, prompt):
+    """Only if it has images, and for other models never: SGLang reads the token after each."""
+    folder = tmp_path / "model"
+    make_published_folder(folder, "qwen2.5-vl")
+    tokens = ImageTokens.of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert tokens.not_last == config["vision_start_token_id"]
+    before = replace(tokens, image=IMAGE, not_last=21)
+    requests = ImageRequests(ImageStore(tmp_path), ImageProcessor.of(folder), before, MARKS)
+    ids = prompt.token_ids
+    assert requests.is_readable(ids + IntColumn([21, 22]), prompt.images)
+    assert not requests.is_readable(ids + IntColumn([21]), prompt.images)
+    assert requests.is_readable(IntColumn([20, 21]), ())
+    make_image_folder(tmp_path / "other")
+    assert ImageTokens.of(tmp_path / "other").not_last is None
 
 
 def test_an_answer_to_text_may_spell_an_image(images):

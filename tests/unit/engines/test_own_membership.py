@@ -7,7 +7,10 @@ weights. It carries out actions as ``rlpost.driver.engines.engine_health`` does.
 import pickle
 from dataclasses import dataclass, field
 
+import pytest
+
 from rlpost.engines.own_membership import (
+    MAX_ABANDONED,
     MAX_RESTARTS,
     Admit,
     GiveUp,
@@ -16,6 +19,7 @@ from rlpost.engines.own_membership import (
     Start,
     Stop,
 )
+from tests.unit.engines.phases_seen import OWN, phases_seen
 
 NUM_ENGINES, DEPTH = 2, 6
 SETTLES_WITHIN = 5  # stop, start, send, admit, nothing
@@ -83,7 +87,7 @@ class World:
     def evaluate(self):
         for one in self.members.lent:
             self.weights[one] = self.version
-            self.members.evaluates([one])
+            self.members.evaluates([one], self.version)
 
     def give_back(self):
         self.members.give_back(lent := self.members.lent, self.weights[lent[0]])
@@ -123,6 +127,12 @@ def settle(world):
 
 
 def test_in_no_order_of_events_an_engine_serves_weights_that_it_lacks_and_all_serve_again():
+    with phases_seen() as changes:
+        _explore()
+    assert changes == OWN
+
+
+def _explore():
     first = pickle.dumps(World(OwnMembership(NUM_ENGINES)))
     seen, frontier = {first}, [first]
     for _ in range(DEPTH):
@@ -151,3 +161,37 @@ def test_an_engine_that_never_starts_is_given_up_after_the_limit_unless_a_batch_
     assert (action, starts) == (GiveUp(1, "bad"), MAX_RESTARTS)
     world.train()
     assert isinstance(world.act(bad_start=1), Stop)
+
+
+def test_an_engine_is_not_given_up_because_others_leave_its_broadcasts():
+    world = World(OwnMembership(NUM_ENGINES))
+    for _ in range(MAX_ABANDONED):
+        world.members.blocked([0, 1])
+        assert settle(world) is None
+
+
+@pytest.mark.parametrize("num_engines", [2, 3, 64])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_broadcasts_that_another_engine_leaves_each_time_end_the_run_at_any_number_of_engines(
+    num_engines, is_trained
+):
+    members, broadcasts = OwnMembership(num_engines), 0
+    members.request_weights(1)
+    while not isinstance(action := members.next_action(), GiveUp):
+        match action:
+            case Stop(engines):
+                for one in engines:
+                    members.stopped(one)
+            case Start(engines):
+                for one in engines:
+                    members.started(one)
+            case SendWeights():
+                members.connected()
+                members.failed([broadcasts % num_engines])
+                members.blocked(members.connections)
+                broadcasts += 1
+                if is_trained and broadcasts == MAX_ABANDONED:
+                    members.forget_restarts()
+        assert broadcasts <= 2 * MAX_ABANDONED + 1
+    assert broadcasts == MAX_ABANDONED + 1 + is_trained * MAX_ABANDONED
+    assert num_engines == 2 or "broadcasts" in action.problem

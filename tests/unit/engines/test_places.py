@@ -39,7 +39,7 @@ async def request(places, log, release, wanted=None):
 
 async def test_the_place_with_the_largest_free_fraction_is_taken():
     places, log, release = places_of([OWN]), [], asyncio.Event()
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     tasks = [asyncio.create_task(request(places, log, release)) for _ in range(8)]
     await settle()
     assert Counter(log) == {"http://own": 2, "http://fleet": 4}
@@ -54,10 +54,10 @@ async def test_waiting_requests_go_to_an_engine_that_joins_and_never_to_one_that
     tasks = [asyncio.create_task(request(places, log, release)) for _ in range(9)]
     await settle()
     assert log == ["http://own"] * 2
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     await settle()
     assert log[2:] == ["http://fleet"] * 4
-    places.set_fleet([])
+    places.set_joined([])
     release.set()
     await asyncio.gather(*tasks)
     assert log[6:] == ["http://own"] * 3
@@ -69,7 +69,7 @@ async def test_without_any_place_requests_wait_for_the_first_engine():
     task = asyncio.create_task(request(places, log, release))
     await settle()
     assert not log
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     await task
     assert log == ["http://fleet"]
 
@@ -77,7 +77,7 @@ async def test_without_any_place_requests_wait_for_the_first_engine():
 async def test_a_failed_engine_is_avoided_for_a_while():
     clock, log, release = Clock(), [], asyncio.Event()
     places = places_of([OWN], clock=clock)
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     places.failed(FLEET, "refused")
     tasks = [asyncio.create_task(request(places, log, release)) for _ in range(3)]
     await settle()
@@ -97,10 +97,10 @@ async def test_a_failed_engine_is_avoided_for_a_while():
 
 async def test_an_engine_that_rejoins_is_not_avoided():
     places = places_of([OWN], clock=Clock())
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     places.failed(FLEET, "refused")
-    places.set_fleet([])
-    places.set_fleet([FLEET])
+    places.set_joined([])
+    places.set_joined([FLEET])
     log, _ = await taken(places, 2)
     assert set(log) == {"http://own", "http://fleet"}
 
@@ -114,11 +114,11 @@ async def test_a_request_cancelled_while_it_waits_takes_no_capacity(is_woken):
     third = asyncio.create_task(request(places, log, release))
     await settle()
     if is_woken:
-        places.set_fleet([FLEET])
+        places.set_joined([FLEET])
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
     release.set()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await asyncio.gather(first, third)
         await request(places, log, release)
     assert len(log) == 3
@@ -126,7 +126,7 @@ async def test_a_request_cancelled_while_it_waits_takes_no_capacity(is_woken):
 
 async def test_many_requests_never_exceed_a_capacity():
     places = places_of([OWN])
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     inside, most = Counter(), Counter()
 
     async def one(number):
@@ -143,7 +143,7 @@ async def test_many_requests_never_exceed_a_capacity():
 async def test_a_failed_engine_is_used_if_it_is_the_only_place():
     places, log, release = places_of([]), [], asyncio.Event()
     release.set()
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     places.failed(FLEET, "refused")
     await request(places, log, release)
     assert log == ["http://fleet"]
@@ -152,10 +152,10 @@ async def test_a_failed_engine_is_used_if_it_is_the_only_place():
 async def test_a_request_that_waits_for_a_failed_engine_is_woken_after_a_while(monkeypatch):
     monkeypatch.setattr(module, "AVOID_S", 0.05)
     places, log, release = places_of([Place("http://own", "k", 1)]), [], asyncio.Event()
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     places.failed(FLEET, "refused")
     tasks = [asyncio.create_task(request(places, log, release)) for _ in range(2)]
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         while len(log) < 2:  # the run's own engine is busy all the time
             await asyncio.sleep(0.01)
     release.set()
@@ -182,7 +182,7 @@ async def test_no_later_request_overtakes_a_waiting_one():
 
 async def test_a_request_in_flight_to_a_lost_engine_is_given_up_and_its_capacity_is_freed():
     places, release, ends = places_of([]), asyncio.Event(), []
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
 
     async def one():
         try:
@@ -195,7 +195,7 @@ async def test_a_request_in_flight_to_a_lost_engine_is_given_up_and_its_capacity
     await settle()
     places.give_up(FLEET.url)
     places.give_up(FLEET.url)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await asyncio.gather(*tasks)
     assert ends == ["http://fleet"] * 4
     log = []
@@ -210,12 +210,12 @@ async def test_requests_that_an_engine_still_holds_after_it_left_are_given_up(
 ):
     monkeypatch.setattr(module, "GRACE_S", 0.05)
     places, log, release = places_of([]), [], asyncio.Event()
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     held = asyncio.create_task(request(places, log, release))
     await settle()
-    places.set_fleet([])
+    places.set_joined([])
     if comes_back:  # readmitted with new weights, while the request waits in its server
-        places.set_fleet([FLEET])
+        places.set_joined([FLEET])
     await asyncio.sleep(0.15)
     assert held.done() != comes_back
     release.set()
@@ -245,7 +245,7 @@ async def test_waiting_requests_fail_together():
     places.fail_waiting(None, KeyError)
     found = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(one) for one in found] == [KeyError] * 3
-    places.set_fleet([FLEET])
+    places.set_joined([FLEET])
     release.set()
     await request(places, log, release)
     assert log == ["http://fleet"]

@@ -19,6 +19,7 @@ import pytest
 
 from rlpost.config.server_arg_values import server_arg_table, typed_args
 from rlpost.engines import process, server
+from rlpost.engines.cuda_graphs import graph_settings
 from rlpost.engines.engine import Engine
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.server_args import check_server_args
@@ -28,15 +29,35 @@ from tests.ports import free_port
 KEY = "k-5f0e9a"
 
 
-def test_settings_of_the_caller_override_defaults_for_a_cpu() -> None:
+def test_settings_of_the_caller_override_defaults() -> None:
     given = {"model_path": "m", "max_running_requests": 3}
-    without = server.engine_arguments(given, has_cuda=False)
-    assert without["device"] == "cpu"
-    assert without["max_running_requests"] == 3
-    always = {**server.DEFAULTS, "dtype": "bfloat16"}
-    assert server.engine_arguments(given, has_cuda=True) == {**given, **always}
-    own = {"log_level_http": "info", "enable_multimodal": True, "dtype": "float32"}
-    assert server.engine_arguments(own, has_cuda=True) == own
+    assert server.engine_arguments(given) == {**given, **server.DEFAULTS}
+    own: dict[str, object] = {"log_level_http": "info", "enable_multimodal": True}
+    own |= {"custom_weight_loader": ["mine.load"]}
+    assert server.engine_arguments(own) == own
+
+
+@pytest.mark.parametrize("saves_memory", [False, True])
+def test_an_engine_on_gpus_has_the_dtype_of_the_trainer_and_yields_where_it_shares_cpus(
+    saves_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    niceness: list[int] = []
+    monkeypatch.setattr(os, "nice", niceness.append)
+    given = {"model_path": "m", "enable_memory_saver": saves_memory}
+    settings = server.engine_on_cuda(given, (9, 0))
+    graphs = graph_settings({**given, "dtype": "bfloat16"}, {})
+    assert settings == {**given, "dtype": "bfloat16", **graphs.server_args}
+    assert graphs.environment.items() <= os.environ.items()
+    assert niceness == ([server.PAUSED_NICENESS] if saves_memory else [])
+    assert server.engine_on_cuda({**given, "dtype": "float16"}, (9, 0))["dtype"] == "float16"
+
+
+def test_an_engine_that_loads_while_it_captures_graphs_has_no_loader_of_slices() -> None:
+    """SGLang refuses the two together (``StartupWeightLoadManager``)."""
+    mode: dict[str, object] = {"startup_weight_load_mode": "overlap"}
+    assert server.engine_arguments(mode)["custom_weight_loader"] is None
+    own: dict[str, object] = {**mode, "custom_weight_loader": ["mine.load"]}
+    assert server.engine_arguments(own)["custom_weight_loader"] == ["mine.load"]
 
 
 @pytest.mark.parametrize(("kept", "is_apart"), [("mlp.shared_experts.up_proj", True), ("x", False)])
@@ -44,17 +65,12 @@ def test_shared_experts_in_another_precision_stay_apart(tmp_path, kept, is_apart
     """tests/contract/forked/test_engine_parameters.py loads such folders into SGLang's models."""
     quantised = {"quant_method": "fp8", "modules_to_not_convert": [f"model.layers.3.{kept}"]}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantised}))
-    for has_cuda in (True, False):
-        args = server.engine_arguments({"model_path": str(tmp_path)}, has_cuda=has_cuda)
-        assert args.get("disable_shared_experts_fusion", False) is is_apart
+    args = server.engine_arguments({"model_path": str(tmp_path)})
+    assert args.get("disable_shared_experts_fusion", False) is is_apart
 
 
 def test_settings_of_sglang_are_known_without_importing_it() -> None:
-    assert {
-        "mem_fraction_static",
-        "attention_backend",
-        *server.WITHOUT_CUDA,
-    } <= server_arg_table().args.keys()
+    assert {"mem_fraction_static", "attention_backend"} <= server_arg_table().args.keys()
     program = (
         "import sys; from rlpost.engines.server_args import check_server_args; "
         "check_server_args({'mem_fraction_static': 0.5}); assert not {'sglang', 'torch'} & set(sys.modules)"
@@ -170,6 +186,7 @@ def test_a_process_that_survives_a_kill_is_named_after_a_deadline(
 SERVER = """
 import multiprocessing, os, signal, sys, time
 from rlpost.engines import server
+from rlpost.engines.cuda_graphs import graph_settings
 
 def run(arguments, ready_fd, gpus_per_node):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(9))  # as SGLang and uvicorn do
@@ -223,17 +240,3 @@ def test_two_threads_may_stop_a_process_at_once(tmp_path: Path, monkeypatch: Any
         stopping = [pool.submit(server_process.stop) for _ in range(2)]
     assert [each.exception() for each in stopping] == [None, None]
     assert not server_process.alive()
-
-
-@pytest.mark.parametrize(("num_sharing", "threads"), [(None, 1), (1, 6), (4, 1), (2, 3), (16, 1)])
-def test_an_engine_without_gpus_uses_its_share_of_the_cores(
-    num_sharing: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang's processes read the variable, which Ray has set to 1."""
-    asked: list[int] = []
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(server, "read_siblings", lambda cpus: {})
-    monkeypatch.setattr("torch.set_num_threads", asked.append)
-    server.use_threads(num_sharing)
-    assert asked == [threads] and os.environ["OMP_NUM_THREADS"] == str(threads)

@@ -1,6 +1,8 @@
 """What is refused before anything decodes it, and that both sides get the same upright RGB pixels."""
 
 import io
+import os
+import struct
 import zlib
 
 import pytest
@@ -115,12 +117,77 @@ def test_transparent_pixels_are_white_and_deep_gray_is_scaled():
     assert open_image(encoded(palette, "GIF", transparency=0)).getpixel((0, 0)) == (255, 255, 255)
     deep = Image.new("I;16", (4, 4), 128 << 8)
     assert open_image(encoded(deep)).getpixel((0, 0)) == (128, 128, 128)
+    with pytest.raises(ImageError, match="gray image of 16 bits with a transparent value"):
+        open_image(encoded(deep, transparency=128 << 8))
+
+
+def segment(marker, data):
+    return bytes([0xFF, marker]) + (len(data) + 2).to_bytes(2, "big") + data
+
+
+def frame(num_blocks):
+    """A GIF of one pixel, after this number of empty comments."""
+    screen = b"GIF89a" + b"\1\0\1\0\x80\0\0" + bytes(3) + b"\xff" * 3
+    return screen + b"\x21\xfe\1a\0" * num_blocks + b"\x2c" + b"\0" * 4 + b"\1\0\1\0\0\2\2\x4c\1\0;"
+
+
+def run_lengths():
+    """A compressed BMP of 64 x 64 pixels."""
+    lines, header, palette = b"\x40\5\0\0" * 64 + b"\0\1", 14 + 40, bytes(1024)
+    sizes = struct.pack("<IiiHHIIiiII", 40, 64, 64, 1, 8, 1, len(lines), 0, 0, 256, 0)
+    begin = header + len(palette)
+    return b"BM" + struct.pack("<III", begin + len(lines), 0, begin) + sizes + palette + lines
+
+
+def progressive(num_more, between=b""):
+    """A progressive JPEG whose last scan is there this number of times more."""
+    data = encoded(quarters((64, 64)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + (between + data[last:-2]) * (num_more + 1) + data[-2:]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (progressive(64), "more than 64 scans"),
+        (progressive(64, segment(0xFE, b"\xff\xd9")), "more than 64 scans"),  # no end of the image
+        (progressive(64, segment(0xFE, b"") * 99), "or 4096 segments"),
+        (PHOTO[:2] + segment(0xE1, b"Exif\0\0") * 1000 + PHOTO[2:], "too many parts"),
+        (PHOTO[:2] + (b"\xff\xd8" + segment(0xE1, b"Exif\0\0")) * 1000 + PHOTO[2:], "too many"),
+        (PHOTO[:2] + b"\xff" * 5000 + PHOTO[2:], "too many parts"),
+        (PHOTO[:-2] + b"\xff" * 5000 + PHOTO[-2:], "4096 fill bytes"),  # after its pixels
+        (PHOTO[:-9] + b"\xff" * 5000 + b"\0" + PHOTO[-9:], "4096 fill bytes"),  # among them
+        (WHOLE[:33] + chunk(b"abCd", b"") * 1000 + WHOLE[33:], "too many parts"),
+        (WHOLE[:33] + chunk(b"IDAT", b"") * 1000 + WHOLE[33:], "too many parts"),
+        (frame(1000), "too many parts"),
+        (run_lengths(), "compressed BMP"),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_a_file_of_many_small_parts_is_refused_before_they_are_read(data, reason):
+    """Of 32 MiB, each took between 10 s and hours (libjpeg-turbo#284), of one thread."""
+    with pytest.raises(ImageError, match=reason):
+        open_image(data)
+
+
+def test_a_file_of_usual_parts_is_read():
+    profile = segment(0xE2, b"ICC_PROFILE\0\1\1" + bytes(600)) * 255
+    thumbnail = segment(0xE1, b"Exif\0\0" + progressive(60))
+    white = segment(0xEE, b"\xff" * 9000)
+    video = b"\xff\xda\0\0" * 10_000 + b"\xff" * 9000  # behind the picture, as phones write it
+    assert open_image(PHOTO[:2] + profile + thumbnail + white + PHOTO[2:] + video).size == (64, 64)
+    assert open_image(progressive(40)).size == (64, 64)
+    assert open_image(frame(200)).size == (1, 1)
+    pixels = os.urandom(3 << 16)  # several blocks, as libpng writes them
+    photo = Image.frombytes("RGB", (256, 256), pixels)
+    for kind in ("PNG", "GIF", "BMP"):
+        assert open_image(encoded(photo, kind)).size == (256, 256)
 
 
 @pytest.mark.parametrize("name", [b"zTXt", b"iCCP"])
 def test_a_text_that_decompresses_to_more_than_any_image_is_refused(name):
-    """256 MiB of zeros in 261 kB beside the pixels."""
-    text = chunk(name, b"k\0\0" + zlib.compress(bytes(1 << 28), 9))
+    """8 MiB of zeros in 8 kB beside the pixels; Pillow reads 1 MiB."""
+    text = chunk(name, b"k\0\0" + zlib.compress(bytes(1 << 23), 9))
     with pytest.raises(ImageError, match="Decompressed data too large"):
         open_image(WHOLE[:33] + text + WHOLE[33:])
 

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -27,6 +28,22 @@ QWEN2_5_VL = {
     "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
 }  # fmt: skip
+GLM_4_6V = {
+    "image_processor_type": "Glm46VImageProcessor", "processor_class": "Glm46VProcessor",
+    "size": {"shortest_edge": 12544, "longest_edge": 9633792}, "patch_size": 14, "temporal_patch_size": 2,
+    "merge_size": 2, "image_mean": QWEN2_5_VL["image_mean"], "image_std": QWEN2_5_VL["image_std"],
+}  # fmt: skip
+"""The sizes count both frames of a patch."""
+OF_TRANSFORMERS = {
+    "qwen3-vl": (QWEN3_VL, Qwen2VLImageProcessorPil),
+    "qwen2.5-vl": (QWEN2_5_VL, Qwen2VLImageProcessorPil),
+    "glm-4.6v": (GLM_4_6V, Glm46VImageProcessorPil),
+    "both keys": (
+        QWEN2_5_VL | {"size": {"shortest_edge": 12544, "longest_edge": 2508800}, "max_pixels": 200704,
+                      "image_mean": 0.5, "image_std": 0.25},
+        Qwen2VLImageProcessorPil,
+    ),
+}  # fmt: skip
 SIZES = [(1, 1), (640, 480), (90, 130), (5, 1000), (8000, 100), (1024, 1024), (333, 77), (31, 31)]
 
 
@@ -42,10 +59,11 @@ def noise(width, height):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("settings", [QWEN3_VL, QWEN2_5_VL], ids=["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 @pytest.mark.parametrize("size", SIZES)
-def test_pixels_and_counts_are_those_of_transformers(tmp_path, settings, size):
-    reference = Qwen2VLImageProcessorPil.from_pretrained(folder(tmp_path, settings))
+def test_pixels_and_counts_are_those_of_transformers(tmp_path, name, size):
+    settings, kind = OF_TRANSFORMERS[name]
+    reference = kind.from_pretrained(folder(tmp_path, settings))
     processor, data = ImageProcessor.of(tmp_path), noise(*size)
     expected = reference(images=[Image.open(io.BytesIO(data))], return_tensors="np")
     values, grid = processor.pixel_values(data)
@@ -57,6 +75,23 @@ def test_pixels_and_counts_are_those_of_transformers(tmp_path, settings, size):
     assert Image.open(io.BytesIO(served)).size == processor.size_of(grid)
     again = reference(images=[Image.open(io.BytesIO(served))], return_tensors="np")
     assert np.array_equal(again["pixel_values"], values)
+    width, height = processor.size_of(grid)
+    assert reference.get_number_of_image_patches(height, width, {}) == len(values)
+
+
+def test_a_folder_of_glm_with_a_larger_maximum_needs_fewer_pixels(tmp_path):
+    """Within the bounds that an engine counts with, it keeps the size, whatever the folder's maximum."""
+    size = {"shortest_edge": 12544, "longest_edge": 47040000}
+    reference = Glm46VImageProcessorPil.from_pretrained(folder(tmp_path, GLM_4_6V | {"size": size}))
+    with pytest.raises(ConfigError, match="--image-max-pixels of at most 5880000"):
+        ImageProcessor.of(tmp_path, max_pixels=5880001)
+    assert ImageProcessor.of(tmp_path, max_pixels=5880000).max_pixels == 5880000
+    processor = ImageProcessor.of(tmp_path, max_pixels=1_000_000)
+    grid = processor.grid(4000, 3000)
+    width, height = processor.size_of(grid)
+    scaled = reference(images=[Image.new("RGB", (width, height))], return_tensors="np")
+    assert scaled["image_grid_thw"].tolist() == [list(grid)]
+    assert reference.get_number_of_image_patches(height, width, {}) == np.prod(grid)
 
 
 @pytest.mark.parametrize("most", [None, 131_072, 150_000, 200_000, 1_000_000])
@@ -105,6 +140,12 @@ def test_settings_are_read_in_the_order_of_transformers(tmp_path):
         (QWEN3_VL | {"image_processor_type": "Gemma3ImageProcessor"}, "'Gemma3ImageProcessor' is not known"),
         (QWEN3_VL | {"do_resize": False}, "do_resize = False; images need True"),
         (QWEN3_VL | {"resample": 2}, "resample = 2; images need 3"),
+        (QWEN3_VL | {"image_mean": None}, "image_mean = None; images need 3 numbers"),
+        (QWEN3_VL | {"image_std": [0.5]}, r"image_std = \[0.5\]; images need 3 numbers"),
+        (QWEN3_VL | {"size": {"height": 448, "width": 448}}, "size = .*; give shortest_edge and longest_edge"),
+        (QWEN3_VL | {"size": {"min_pixels": 3136, "max_pixels": 6272}}, "give shortest_edge and longest_edge"),
+        (GLM_4_6V | {"size": {"shortest_edge": 12544, "longest_edge": 47040000}}, "12544 to 47040000 pixels, and"),
+        (GLM_4_6V | {"size": {"shortest_edge": 3136, "longest_edge": 9633792}}, "engines .* from 12544 to 11760000"),
     ],
 )  # fmt: skip
 def test_another_processor_is_refused(tmp_path, settings, reason):
@@ -121,6 +162,11 @@ def test_another_processor_is_refused(tmp_path, settings, reason):
         ),
         ({"spatial_merge_size": 4}, "spatial_merge_size of vision_config is 4, and merge_size"),
         ({}, "its vision_config has no deepstack_visual_indexes"),
+        ({"deepstack_visual_indexes": [16, 8]}, r"is \[16, 8\], .*; engines give its mergers"),
+        (
+            {"deepstack_visual_indexes": [8, 27], "depth": 27},
+            r"is \[8, 27\], with depth = 27; engines give",
+        ),
     ],
 )
 def test_an_encoder_of_other_patches_is_refused(tmp_path, vision, reason):
@@ -132,6 +178,13 @@ def test_an_encoder_of_other_patches_is_refused(tmp_path, vision, reason):
         check_encoder(tmp_path, processor)
     config["vision_config"] = sizes | {"deepstack_visual_indexes": []}
     check_encoder(folder(tmp_path, config, "config.json"), processor)
+    experts = config | {"model_type": "qwen3_vl_moe"}
+    with pytest.raises(ConfigError, match="has 0 layers, and the first image would end an engine"):
+        check_encoder(folder(tmp_path, experts, "config.json"), processor)
+    glm = config | {"model_type": "glm4v_moe"}
+    with pytest.raises(ConfigError, match="no video_start_token_id, which engines"):
+        check_encoder(folder(tmp_path, glm, "config.json"), processor)
+    check_encoder(folder(tmp_path, glm | {"video_start_token_id": 6}, "config.json"), processor)
     folder(tmp_path, config | {"image_token_id": None}, "config.json")
     with pytest.raises(ConfigError, match="no image_token_id; images need a model"):
         check_encoder(tmp_path, processor)

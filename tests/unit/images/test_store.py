@@ -4,6 +4,8 @@ import errno
 import hashlib
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -183,3 +185,21 @@ def test_a_conversion_that_fails_is_tried_by_the_next_call(tmp_path):
     with pytest.raises(OSError, match="full"):
         store.scaled(DIGEST, (64, 32), lambda data: (_ for _ in ()).throw(OSError(28, "full")))
     assert store.scaled(DIGEST, (64, 32), lambda data: b"scaled").read_bytes() == b"scaled"
+
+
+def test_a_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
+    program = (
+        "import os, sys; from rlpost.images import store; os.replace = lambda *_: os._exit(9)\n"
+    )
+    program += "store.ImageStore(sys.argv[1]).add(sys.stdin.buffer.read())"
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input=DATA)
+        assert killed.returncode == 9
+    folder = tmp_path / "images" / DIGEST[:2]
+    assert len(list(folder.iterdir())) == 2 and not (folder / DIGEST).exists()
+    writer = ImageStore(tmp_path)
+    writer.add(DATA)
+    in_progress = folder / f".{DIGEST}-8x8.png.1.{writer._writer}"
+    in_progress.write_bytes(DATA)
+    writer.remove_unfinished()
+    assert {path.name for path in folder.iterdir()} == {DIGEST, in_progress.name}

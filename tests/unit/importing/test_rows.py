@@ -224,6 +224,15 @@ def test_a_default_of_the_stack_that_is_ours_too_sets_nothing():
             {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01},
             {"kl_coef": 0.01, "kl_loss_type": "k1"},
         ),
+        ({"data.image_key": "images"}, {"vision_tower": "all"}),
+        (
+            {"data.image_key": "images", "actor_rollout_ref.actor.freeze_vision_tower": True},
+            {"vision_tower": "frozen"},
+        ),
+        (  # the default, frozen
+            {"data.image_key": "images", "actor_rollout_ref.model.lora_rank": 8},
+            {"vision_tower": None},
+        ),
     ],
 )
 def test_conditions_and_units_of_verl(given, settings):
@@ -247,7 +256,6 @@ def test_verls_own_defaults_of_the_critic_are_not_left():
 
 
 LEFT: list[tuple[dict[str, object], str, str]] = [
-    ({"data.image_key": "images"}, "actor_rollout_ref.actor.freeze_vision_tower", "it is frozen"),
     (
         {"trainer.total_training_steps": 500, "trainer.total_epochs": 2},
         "trainer.total_epochs",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlpost.config.model_file import MODELS as FILES
 from rlpost.models.fp8 import quantization_config
+from tests.image_model import PROCESSOR as IMAGES
+from tests.image_model import noise
 from tests.unit.cli.projects import NO_TENSORS
 from tests.unit.config.test_models import PUBLISHED
 
@@ -20,6 +23,7 @@ MODELS = {
     "Qwen3-30B-A3B": "qwen3_30b_a3b",
     "Qwen3-235B-A22B": "qwen3_235b_a22b",
     "SmolLM2-135M-Instruct": "smollm2_135m",
+    "Qwen3-VL-4B-Instruct": "qwen3_vl_4b",
     "tiny": "qwen3_4b",
 }
 FP8 = {"quantization_config": quantization_config(["model.layers.3.mlp.shared_experts.up_proj"])}
@@ -28,6 +32,8 @@ TOKENIZER = {
     "added_tokens": [],
     "model": {"type": "BPE", "vocab": {"1": 0, "+": 1, "=": 2}, "merges": []},
 }
+PROCESSOR = IMAGES | {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+"""Bounds of pixels as Qwen3-VL is published with them."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -37,10 +43,12 @@ def make_assets(folder: Path) -> Path:
         path = folder / name
         path.mkdir(parents=True)
         more = {"dtype": "bfloat16", "eos_token_id": 1} | (FP8 if name.endswith("FP8") else {})
-        (path / "config.json").write_text(json.dumps(PUBLISHED[model] | more))
+        (path / "config.json").write_text(json.dumps(_whole_config(model) | more))
         (path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
         (path / "model.safetensors").write_bytes(NO_TENSORS)
+        if "vision_config" in PUBLISHED[model]:
+            (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
         converted = folder / f"{name}_torch_dist"
         converted.mkdir()
         (converted / "model.safetensors").write_bytes(NO_TENSORS)
@@ -53,4 +61,36 @@ def make_assets(folder: Path) -> Path:
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(line * 2)
+    _write_geometry(folder / "geometry3k/data")
     return folder
+
+
+def _whole_config(model: str) -> dict[str, object]:
+    """A published config.json, with the keys of its language model nested where they are."""
+    return json.loads((FILES / f"{model}.json").read_text())
+
+
+def _write_geometry(folder: Path) -> None:
+    """Two files with the columns that the card of hiyouga/geometry3k names."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir(parents=True)
+    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    schema = pyarrow.schema(
+        [
+            ("images", pyarrow.list_(image)),
+            *((name, pyarrow.string()) for name in ("problem", "answer")),
+            ("id", pyarrow.int64()),
+            ("choices", pyarrow.list_(pyarrow.string())),
+            ("ground_truth", pyarrow.string()),
+        ]
+    )
+    row = {
+        "images": [{"bytes": noise(300, 200), "path": None}],
+        **{"problem": "<image>Find x.", "answer": "12", "id": 7, "ground_truth": "B"},
+        "choices": ["10", "12", "14", "16"],
+    }
+    for name in ("train", "test"):
+        table = pyarrow.Table.from_pylist([row] * 2, schema=schema)
+        parquet.write_table(table, folder / f"{name}-00000-of-00001.parquet")

@@ -13,25 +13,27 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli import plan
-from rlpost.cli.arithmetic_data import as_messages
 from rlpost.cli.check_settings import check
 from rlpost.cli.job import job_spec
-from rlpost.cli.plan_engines import planned_groups
 from rlpost.config.flags import fields
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.model_arguments import NAMES, ONLY_ZERO, WITHOUT_EFFECT, problems
 from rlpost.config.plan.architecture import architecture
-from rlpost.config.plan.estimate import estimate
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.fetching import tiny_squares
+from rlpost.extensions.fetching.arithmetic_data import as_messages
+from rlpost.extensions.planning import plan_verb as plan
+from rlpost.extensions.planning.estimate import estimate
+from rlpost.extensions.planning.plan_engines import planned_groups
 from rlpost.extensions.rehearsal.nodes import nodes_check
 from rlpost.models.families import family
 from slurm.batch.options import Options, needed_variables
 from slurm.container import Container
 from slurm.errors import SpecError
 from slurm.render import render_sbatch
-from tests.unit.cli.projects import MODEL, make_project
+from tests.image_model import make_image_folder
+from tests.unit.cli.projects import MODEL, NO_TENSORS, make_project
 from tests.unit.config.test_models import PUBLISHED
 from tests.unit.config.test_seeds import resolved, without, words_of
 from tests.unit.jobs.assets import make_assets
@@ -55,6 +57,7 @@ LAYOUTS = {  # GPUs that train, that generate, engines, data-parallel size
     "qwen3_30b_a3b": (8, 8, 1, 2),
     "qwen3_235b_a22b": (128, 128, 8, 8),
     "smollm2_135m": (1, 1, 1, 1),
+    "qwen3_vl_4b_geo3k": (8, 8, 8, 4),
     "qwen3_4b_judge": (4, 4, 2, 2),
     "qwen3_4b_teacher": (8, 8, 4, 4),
 }
@@ -406,6 +409,7 @@ def test_variables_of_a_container_are_named_once():
 
 
 SMALL = {  # tables that differ from tiny.toml
+    "tiny_agents": {"eval", "perf", "rollout"},
     "tiny_distill": {"distillation", "rollout", "grpo"},
     "tiny_lora": {"lora", "optimizer"},
     "tiny_muon": {"optimizer", "perf"},
@@ -416,7 +420,24 @@ OF_A_RECIPE = ("rollout", "grpo", "perf", "eval", "distillation", "lora", "optim
 
 
 def test_every_recipe_of_the_tiny_model_is_in_the_table():
-    assert sorted(path.stem for path in (JOBS / "recipes/small").glob("*.toml")) == sorted(SMALL)
+    recipes = [path.stem for path in (JOBS / "recipes/small").glob("*.toml")]
+    assert sorted(recipes) == sorted([*SMALL, "tiny_images"])
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_with_images_passes_all_checks_and_fits(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "assets" / tiny_squares.FOLDER
+    tiny_squares.make_rows(folder, seed=0)
+    make_image_folder(folder)
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
+    monkeypatch.chdir(tmp_path)
+    path = JOBS / "recipes/small/tiny_images.toml"
+    config = load([path], {}, base=tmp_path).config
+    check(config)
+    assert config.takes_images and len(config.eval_sets) == 2
+    capsys.readouterr()
+    assert plan.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -424,7 +445,7 @@ def test_a_recipe_of_the_tiny_model_passes_all_checks_and_fits(name, tmp_path, m
     """Only its algorithm differs from tiny.toml; the planner counts what it adds."""
     path = JOBS / f"recipes/small/{name}.toml"
     project = make_project(tmp_path / "made")
-    for model, layers in (("tiny", 3), ("tiny-teacher", 6)):
+    for model, layers in (("tiny", 3), ("tiny-teacher", 6), ("tiny-agents", 3)):
         folder = tmp_path / "assets" / model
         shutil.copytree(project / "model", folder)
         (folder / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
@@ -436,7 +457,7 @@ def test_a_recipe_of_the_tiny_model_passes_all_checks_and_fits(name, tmp_path, m
         lines = (json.dumps(as_messages(row)) for row in rows)
         (folder / "messages.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    config = load([path], {}, base=tmp_path).config
+    config = load(files_of(path), {}, base=tmp_path).config
     check(config)
     plain = load([JOBS / "recipes/tiny.toml"], {}, base=tmp_path).config
     assert SMALL[name] == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from scipy import stats
 
 from rlpost.algorithm.evaluation_statistics import mean_interval, wilson
-from rlpost.cli.evaluate import table
 from rlpost.errors import DataError
-from rlpost.observe.evaluation_answers import read_results, result_of, write_answers
-from rlpost.types import Sample, SampleGroup, ScoredSample
+from rlpost.extensions.evaluating.evaluate_verb import table
+from rlpost.extensions.evaluating.set_results import read_results, result_of
+from rlpost.observe.evaluation_answers import write_answers
+from rlpost.types import ImageSpan, Sample, SampleGroup, ScoredSample
 
 
 def group(prompt_id: int, *rewards: float, finish: Any = "stop") -> SampleGroup:
@@ -60,6 +62,20 @@ def test_answers_survive_the_file_and_give_the_result_of_their_set(tmp_path: Pat
     head, row = table([result])
     assert head.split()[:6] == ["set", "prompts", "answers", "reward", "pass@1", "pass@2"]
     assert "0.667 [0.208, 0.939]" in row and row.endswith("33.3 %")
+
+
+def test_questions_of_one_text_are_told_apart_by_their_images(tmp_path: Path) -> None:
+    """verl grouped them by their text: one prompt of 26 answers (verl#3238)."""
+    groups = []
+    for prompt_id, digest in ((3, "a"), (4, "b")):
+        (scored,) = group(prompt_id, float(prompt_id - 3)).samples
+        seen = replace(scored.sample, images=(ImageSpan(digest, 0, 1, (1, 2, 2)),))
+        groups.append(SampleGroup(prompt_id, (replace(scored, sample=seen),)))
+    write_answers(tmp_path, "geo3k", groups, str, weights="w")
+    lines = (tmp_path / "geo3k.jsonl").read_text().splitlines()
+    assert [json.loads(line)["images"] for line in lines] == [["a"], ["b"]]
+    (result,) = read_results(tmp_path)
+    assert result.prompts == 2 and result.reward.mean == 0.5
 
 
 def test_each_set_has_a_file_of_its_own(tmp_path: Path) -> None:

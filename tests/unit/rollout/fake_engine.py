@@ -32,6 +32,7 @@ class FakeEngine:
     """The fake engine; its fields control its behaviour and may change while it runs."""
 
     refuses: str | None = None  # a path that answers 400
+    refusal: str = "no"  # the message of that answer
     in_session: bool = False  # whether a weight-update session is open
     ignores_version: bool = False
     answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of POST /generate
@@ -66,7 +67,7 @@ class FakeEngine:
         self.log.append(path)
         self.bodies.append(body)
         if path == self.refuses:
-            return web.json_response({"success": False, "message": "no"}, status=400)
+            return web.json_response({"success": False, "message": self.refusal}, status=400)
         if path.endswith("_weight_update"):
             if (path == "begin_weight_update") == self.in_session:
                 problem = "a weight-update session is already open" if self.in_session else "none"

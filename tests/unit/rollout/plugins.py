@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from types import ModuleType
 
-from rlpost.engines.server import STAND_INS
+from rlpost.extensions.on_cpu.engine import STAND_INS
 from tests.engines_on_cpu import PLUGINS
 
 FOLDERS = {

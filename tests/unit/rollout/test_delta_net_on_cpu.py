@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import softplus
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
-from rlpost.engines.server import STAND_INS
+from rlpost.extensions.on_cpu.engine import STAND_INS
 from tests.unit.rollout.plugins import load_plugin
 
 NAME = "rlpost_delta_net_on_cpu"

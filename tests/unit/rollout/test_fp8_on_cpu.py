@@ -7,7 +7,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from rlpost.engines.server import DEFAULTS, ON_CUDA, ONLY_ON_CUDA, engine_arguments
 from rlpost.trainer.weights.quantise import dequantise, quantise
 from tests.unit.rollout.plugins import load_plugin
 
@@ -44,18 +43,3 @@ def test_weights_that_are_not_in_blocks_are_left_to_sglang(plugin):
 
 def test_activations_may_be_float32(plugin):
     assert plugin.with_float32([torch.bfloat16]) == [torch.bfloat16, torch.float32]
-
-
-def test_without_cuda_an_engine_uses_tensor_parallelism_alone():
-    given = {
-        "tp_size": 2,
-        "enable_dp_attention": True,
-        "dp_size": 2,
-        "ep_size": 2,
-        "moe_dense_tp_size": 1,
-    }
-    assert engine_arguments(given, has_cuda=True) == {**given, **DEFAULTS, **ON_CUDA}
-    made = engine_arguments(given, has_cuda=False)
-    assert made["tp_size"] == 2 and {name: made[name] for name in ONLY_ON_CUDA} == dict(
-        ONLY_ON_CUDA
-    )

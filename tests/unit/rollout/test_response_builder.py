@@ -73,6 +73,26 @@ def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str,
     return answer
 
 
+def test_of_an_output_far_beyond_the_limit_the_beginning_alone_is_tokenised() -> None:
+    """A server of an environment may answer with megabytes: seconds in which no request is sent."""
+    num_encoded = []
+
+    class Counting(Bytes):
+        def encode(self, text: str) -> Sequence[int]:
+            num_encoded.append(len(text))
+            return super().encode(text)
+
+    async def work(builder: ResponseBuilder) -> Sample:
+        builder._codec = Counting()
+        builder.insert("abcd" * (4 << 20))
+        return builder.sample()
+
+    sample = drafting(FakeEngine(), work, max_new_tokens=50_000)
+    assert bytes(sample.response_ids) == b"abcd" * 12_500
+    assert sample.text == "abcd" * 12_500
+    assert sum(num_encoded) < 200_000
+
+
 def test_the_calculators_digits_are_left_out_of_the_loss() -> None:
     async def work(builder: ResponseBuilder) -> Sample:
         return await generate(builder, PROMPT, SAMPLING)

@@ -149,8 +149,10 @@ def signals() -> Iterator[Signals]:
     """Handlers of signals, until the end of the test."""
     numbers = [getattr(signal, name) for name in (*STOPS, "SIGTERM", "SIGCHLD")]
     before = [signal.getsignal(number) for number in numbers]
-    yield Signals()
-    signal.set_wakeup_fd(-1)
+    signals = Signals()
+    yield signals
+    os.close(signal.set_wakeup_fd(-1))
+    os.close(signals._awake)
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
 
@@ -270,7 +272,7 @@ def test_a_server_of_sandboxes_gets_usr2_when_it_can_handle_it(tmp_path: Path) -
 
 
 def test_a_controller_that_is_restarting_costs_no_run(tmp_path: Path) -> None:
-    _, called, log = run(tmp_path, silent=3)
+    _, called, log = run(tmp_path, silent=1)
     assert called[-1] == "scontrol requeue 7", log
 
 

@@ -12,13 +12,13 @@ import pytest
 from rlpost.cli.job import job_spec
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
+from rlpost.extensions.attach.job_step import Inside, step_argv
 from slurm.batch.options import parse
 from slurm.batch.place import Place, find_place
 from slurm.batch.steps import command_prefix, in_container
 from slurm.container import Container
 from slurm.container_command import command_words, template_problem
 from slurm.errors import SpecError
-from slurm.job_step import Inside, step_argv
 from slurm.render import render_sbatch
 from tests.settings import a_job
 

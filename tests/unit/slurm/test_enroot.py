@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlpost.extensions.attach.job_step import Inside, step_argv
 from slurm import enroot
 from slurm.container import Container
-from slurm.job_step import Inside, step_argv
 
 ROOT = Path(__file__).parents[3]
 FAKES = ROOT / "tests/fakes/bin"
@@ -318,6 +318,7 @@ def test_the_files_of_a_living_agent_are_not_removed(
     assert f"still runs in the container rlpost_{JOB}_0_n01" in capfd.readouterr().err
     assert node.containers() == {f"rlpost_{JOB}_0_n01"}
     # it ends while the removal waits
+    monkeypatch.setattr(enroot, "ENDING_S", 60.0)
     monkeypatch.setattr(enroot.time, "sleep", lambda _: (agent.kill(), agent.wait()))
     assert enroot.remove(f"rlpost_{JOB}_0_n01") == 0
     assert node.containers() == set()

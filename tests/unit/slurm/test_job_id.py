@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.attach import running_nodes
-from rlpost.cli.fleet_jobs import fleet_views
 from rlpost.cli.runs import find_run, job_ids
+from rlpost.extensions.attach.attach_verbs import running_nodes
+from rlpost.extensions.attach.job_step import Inside, step_argv
+from rlpost.extensions.fleet.fleet_jobs import fleet_views
 from slurm.client import ask_to_requeue, cancel, job_info
 from slurm.errors import UnknownJobError
 from slurm.executor import submit_script
 from slurm.job_id import find_by_script, is_job_id, read_submission
-from slurm.job_step import Inside, step_argv
 from slurm.queue import queue
 from slurm.states import JobState
 from slurm.supervise import record_start, stalled_attempts

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from common.run_folder import RunFolder, create_run_folder
-from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import job_ids, last
+from rlpost.extensions.watching.run_status import statuses
 from slurm import local
 from slurm.errors import SubmitError
 from slurm.executor import submit

@@ -77,7 +77,7 @@ def test_the_agent_gets_the_name_of_its_task_and_the_file_of_its_end(job, tmp_pa
         assert script.wait() == 0
     words = (tmp_path / "words").read_text().splitlines()
     run = tmp_path / "run"
-    assert words[words.index("rlpost.engines.fleet.agent") + 1 :] == [
+    assert words[words.index("rlpost.engines.engine_job") + 1 :] == [
         *("--run-folder", str(run), "--engine", "11_1"),
         *("--stop-file", str(run / folder / "stop/11_1"), "--num-gpus", "2", *group),
     ]
@@ -102,11 +102,11 @@ def test_a_task_that_has_ended_for_good_does_not_start_again(job, tmp_path):
 
 def test_failures_are_requeued_up_to_a_number_and_preemptions_without_one(job, tmp_path):
     codes = []
-    for code in (1, 75, 1, 75, 75, 1):
+    for code in (1, 75, 1, 1):
         with start(job, tmp_path, f"exit {code}") as script:
             script.wait()
             codes.append(script.returncode)
-    assert len(requeued(tmp_path)) == 5 and codes[-1] == 1
+    assert len(requeued(tmp_path)) == 3 and codes[-1] == 1
 
 
 def test_an_engine_whose_time_is_over_before_it_starts_is_requeued(job, tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_an_engine_whose_time_is_over_before_it_starts_is_requeued(job, tmp_path
 def test_failures_that_cannot_be_counted_are_bounded_by_the_starts(job, tmp_path, monkeypatch):
     """A full disk neither ends an engine nor restarts it forever."""
     (tmp_path / "run/fleet/logs/11_1.d/failures").mkdir(parents=True)
-    for start_count, again in ((0, 1), (1, 2), (2, 2)):
+    for start_count, again in ((1, 1), (2, 1)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(start_count))
         with start(job, tmp_path, "exit 1") as script:
             script.wait()

@@ -11,12 +11,12 @@ import pytest
 
 from common.run_folder import RunFolder
 from rlpost.cli.check import check_problems
-from rlpost.cli.fleet_jobs import engine_settings, fleet_spec
 from rlpost.cli.job import job_spec
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.extensions.agents.sandbox.jobs import SERVER, sandbox_spec
+from rlpost.extensions.fleet.fleet_jobs import engine_settings, fleet_spec
 from slurm.arrays import FleetSpec, SandboxSpec
 from slurm.errors import SpecError
 from slurm.render import render_conversion, render_fleet, render_look, render_sandbox, render_sbatch

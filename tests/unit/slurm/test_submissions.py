@@ -16,9 +16,9 @@ import pytest
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli.control import cancel_main
 from rlpost.cli.run_claim import claim
-from rlpost.cli.run_status import statuses
 from rlpost.cli.runs import newest_job, settle
 from rlpost.errors import ConfigError
+from rlpost.extensions.watching.run_status import statuses
 from slurm import submissions
 from slurm.arrays import FleetSpec
 from slurm.errors import SubmitError, UnknownJobError

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlpost.cli.arithmetic_data import as_messages
+from rlpost.extensions.fetching.arithmetic_data import as_messages
 from rlpost.tasks.prompts import PromptFields, check_prompt_file
 
 ROOT = Path(__file__).resolve().parents[3]
-TOOL = [sys.executable, "-m", "rlpost.cli.arithmetic_data"]
+TOOL = [sys.executable, "-m", "rlpost.extensions.fetching.arithmetic_data"]
 
 
 def make(out: Path, *more: str) -> str:

@@ -16,6 +16,7 @@ from rlpost.errors import DataError
 from rlpost.tasks import passed_checks
 from rlpost.tasks.passed_checks import MAX_RECORDS, PassedCheck, model_files
 from rlpost.tasks.prompt_settings import check_prompts
+from tests.image_model import noise
 from tests.unit.cli.projects import make_project
 
 FOLDER = passed_checks.cache_folder  # before a fixture replaces it
@@ -233,3 +234,18 @@ def test_a_record_is_about_the_whole_source_code():
     """Also after a move of the module."""
     roots = {Path(package.__file__).parent for package in (rlpost, common)}
     assert set(passed_checks._SOURCES) == roots
+
+
+def test_prompts_are_checked_again_when_an_image_has_changed(tmp_path, caches):
+    """Also if neither its size nor its time differs."""
+    image, path = tmp_path / "a.png", tmp_path / "rows.jsonl"
+    image.write_bytes(data := noise(40, 40))
+    path.write_text('{"input": "<image>", "images": "a.png"}\n')
+    rollout = RolloutConfig(multimodal_keys={"image": "images"}, apply_chat_template=True)
+    check_prompts([str(path)], rollout)
+    assert len(list(caches.iterdir())) == 1
+    state = image.stat()
+    image.write_bytes(bytes(len(data)))
+    os.utime(image, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: image 1: not an image"):
+        check_prompts([str(path)], rollout)

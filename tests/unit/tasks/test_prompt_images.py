@@ -17,6 +17,7 @@ from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
 from rlpost.images.tokens import ImageMarks, ImageTokens
 from rlpost.tasks.cursor import PromptCursor
+from rlpost.tasks.fingerprint import image_states
 from rlpost.tasks.prompt_images import PromptImages
 from rlpost.tasks.prompts import PromptFields, PromptSet, check_prompt_file, parse
 from rlpost.tasks.tokenizer import PromptTokenizer
@@ -60,6 +61,12 @@ def prompts(model: Path, source: Path, run: Path | None = None, **options) -> Pr
     return PromptSet(source, tokenize=tokenize, fields=FIELDS, images=images, **options)
 
 
+def seen(*parts: dict[str, object], **row: object) -> dict[str, object]:
+    """A row with these parts in its one message."""
+    return {"input": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]} | row
+
+
+PATHS = ["images/a.png", "images/b.jpg"]
 MESSAGES = [
     {"role": "system", "content": "Look."},
     {"role": "user", "content": [
@@ -80,6 +87,21 @@ ROWS = {
         ]}]
     },
     "messages as text": {"input": json.dumps(MESSAGES), "images": [url(A), url(B)]},
+    "parts with numbers, as in llava-instruct-mix-vsft": seen(
+        {"type": "image", "index": 0, "text": ""}, {"type": "text", "text": " and "},
+        {"type": "image", "index": 1.0, "text": None}, images=PATHS,
+    ),
+    "descriptions": seen(
+        {"type": "image", "path": PATHS[0], "width": 90, "height": 130}, {"type": "text", "text": " and "},
+        {"type": "image_url", "image_url": {"url": url(B), "detail": "auto"}}, images="",
+    ),
+    "descriptions of COCO, and parts in the list": seen(
+        {"type": "image", "caption": "a cat"}, {"type": "text", "text": " and "}, {"type": "image"},
+        images=[
+            {"path": PATHS[0], "caption": "a cat", "license": 4, "coco_url": "http://x/1.jpg", "source": "coco"},
+            {"type": "image_url", "image_url": {"url": PATHS[1]}, "uuid": "b", "tags": []},
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -147,6 +169,7 @@ BAD = {
     "more images": ({"input": "<image>", "images": ["images/a.png"] * 2}, "2 images and 1 marks"),
     "no mark": ({"input": "what?", "images": ["images/a.png"]}, "1 images and 0 marks"),
     "missing": ({"input": "<image>", "images": ["images/c.png"]}, "image 1: .*c.png: cannot be read: No such"),
+    "long": ({"input": "<image>", "images": ["a/" * 2000]}, r"image 1: .{300}\.\.\.: cannot be read: "),
     "folder": ({"input": "<image>", "images": ["images"]}, "image 1: .*not a regular file|Is a directory"),
     "remote": ({"input": "<image>", "images": ["https://example.org/a.png"]}, "image 1: the address .*files"),
     "s3": ({"input": "<image>", "images": ["s3://bucket/a.png"]}, "image 1: the address"),
@@ -156,6 +179,10 @@ BAD = {
     ),
     "not an image": ({"input": "<image>", "images": [url(b"GIF?")]}, "image 1: not an image: 4 bytes"),
     "not base64": ({"input": "<image>", "images": ["data:image/png;base64,%%%"]}, "not base64"),
+    "base64 alone": (
+        {"input": "<image>", "images": [base64.b64encode(A * 9).decode()]}, "a text of .* neither a path nor"
+    ),
+    "no name of a file": ({"input": "<image>", "images": ["a\0.png"]}, "neither a path nor a data URL"),
     "data url in text": ({"input": "<image>", "images": ["data:image/png,abc"]}, "image 1: the address"),
     "empty object": ({"input": "<image>", "images": [{"path": ""}]}, "without a source"),
     "number": ({"input": "<image>", "images": [7]}, "image 1: an image is 7; give a path"),
@@ -163,6 +190,32 @@ BAD = {
     "thin": ({"input": "<image>", "images": [url(noise(4000, 10))]}, "image 1: an image of 4000 x 10"),
     "video": (
         {"input": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "part of type 'video'"
+    ),
+    "other order": (
+        seen({"type": "image", "index": 1}, {"type": "image", "index": 0}, images=PATHS),
+        "part with index 1 where image 0",
+    ),
+    "size of Qwen": (
+        seen({"type": "image", "image": PATHS[0], "resized_height": 32, "resized_width": 32}),
+        "part of type image with resized_height, resized_width, which would have no effect",
+    ),
+    "size in an object": (
+        {"input": "<image>", "images": [{"image": PATHS[0], "max_pixels": 2048}]},
+        "image 1: an object with max_pixels, which would have no effect",
+    ),
+    "base64 of transformers": (
+        seen({"type": "image", "base64": "iVBO"}, images=PATHS[:1]), "type image with base64, .* one of bytes, image"
+    ),
+    "source of Anthropic": (
+        seen({"type": "image", "source": {"type": "base64", "data": "iVBO"}}, images=PATHS[:1]),
+        "type image with source",
+    ),
+    "text beside a path": (
+        seen({"type": "image", "image": PATHS[0], "text": "look"}), "type image with text, which would have no"
+    ),
+    "text of an image": (seen({"type": "image", "text": "look"}, images=PATHS[:1]), "type image with text"),
+    "video mark": (
+        {"input": "<image><video>", "images": PATHS[:1], "videos": ["a.mp4"]}, "<video> in its text and 'videos'"
     ),
     "truncated": ({"input": "<image>", "images": [url(A[:300])]}, "image 1: an image that cannot be decoded"),
 }  # fmt: skip
@@ -179,6 +232,7 @@ def test_a_bad_row_is_named_with_file_and_line_before_and_during_a_run(model, da
     assert rows.prompt(0, 0) is not None
     with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*({reason})"):
         rows.prompt(1, 1)
+    assert image_states(source, FIELDS) == image_states(source, FIELDS)
     skipping = prompts(model, source, skip_bad=True)
     assert skipping.prompt(1, 1) is None and skipping.counters()["rollout/bad_prompts"] == 1
 
@@ -246,6 +300,25 @@ def test_a_file_without_an_image_is_refused_where_images_are_trained(data):
     with pytest.raises(DataError, match=r'no row has an image under --multimodal-keys .*"images"'):
         check_prompt_file(source, FIELDS, needs_images=True)
     assert check_prompt_file(source, FIELDS) == 1
+
+
+def test_a_video_beside_other_columns_is_found_and_a_tag_is_text(data):
+    fields = PromptFields("input", metadata_key="extra", image_key="images")
+    row = {
+        "input": "<image><video>",
+        "images": [A],
+        "videos": [b"\xff\0mp4"],
+        "extra": {"level": 3},
+    }
+    source = write_parquet(data / "rows.parquet", [row])
+    with pytest.raises(DataError, match="row 1: <video> in its text and 'videos' beside it"):
+        check_prompt_file(source, fields)
+    source = write_parquet(data / "without.parquet", [row | {"input": "<image>"}])
+    assert check_prompt_file(source, fields) == 1
+    with pytest.raises(DataError, match="name the columns to read"):  # it would be metadata
+        check_prompt_file(source, FIELDS)
+    page = {"input": "write HTML with a <video> of <image>", "images": ["images/a.png"]}
+    assert check_prompt_file(write(data / "rows.jsonl", page), FIELDS) == 1
 
 
 def test_without_the_key_a_mark_is_text_and_a_part_is_refused(data):

@@ -9,6 +9,7 @@ import tempfile
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -303,25 +304,63 @@ def test_the_check_of_settings_reads_every_file_and_counts_the_weights(tmp_path:
         check_prompts(paths, RolloutConfig(prompt_data=paths, bad_prompts="skip"))
 
 
-@pytest.mark.parametrize(("size", "count"), [(1 << 20, 2000), (4 << 20, 30)])
+def repeated(kind: str, texts: Any) -> Any:
+    """An Arrow array of ``kind`` that holds all ``texts``, nested ones in one row or 30."""
+    import pyarrow as pa
+
+    count = len(texts)
+    keys = pa.array([str(number) for number in range(count)])
+    messages = pa.StructArray.from_arrays([texts], ["content"])
+    ends = pa.array(range(0, count + 1, count // 30), pa.int32())
+    starts, sizes = ends[:-1], [count // 30] * 30
+    return {
+        "texts": lambda: texts,
+        "one list": lambda: pa.ListArray.from_arrays([0, count], messages),
+        "lists": lambda: pa.ListArray.from_arrays(ends, messages),
+        "large lists": lambda: pa.LargeListArray.from_arrays(ends.cast(pa.int64()), messages),
+        "lists of one size": lambda: pa.FixedSizeListArray.from_arrays(texts, count // 30),
+        "list views": lambda: pa.ListViewArray.from_arrays(starts, sizes, texts),
+        "large list views": lambda: pa.LargeListViewArray.from_arrays(starts, sizes, texts),
+        "values of maps": lambda: pa.MapArray.from_arrays(ends, keys, texts),
+        "keys of maps": lambda: pa.MapArray.from_arrays(ends, texts, keys),
+        "maps in lists": lambda: pa.ListArray.from_arrays(
+            pa.array([0, 30]), pa.MapArray.from_arrays(ends, keys, texts)
+        ),
+    }[kind]()
+
+
+KINDS = (
+    *("texts", "one list", "lists", "large lists", "lists of one size", "list views"),
+    *("large list views", "values of maps", "keys of maps", "maps in lists"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "count"), [(1 << 19, 2010), (4 << 20, 30)])
 def test_a_small_parquet_file_that_repeats_a_long_value_fills_neither_disk_nor_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, count: int, kind: str
 ) -> None:
     """A dictionary of one long value and many references to it, also within one batch of rows."""
     import pyarrow
     from pyarrow import parquet
 
     path = tmp_path / "bomb.parquet"
-    values = pyarrow.DictionaryArray.from_arrays([0] * count, ["x" * size])
+    values = repeated(kind, pyarrow.DictionaryArray.from_arrays([0] * count, ["x" * size]))
+    # with its schema, from which Arrow restores the kinds of lists
     parquet.write_table(pyarrow.table({"prompt": values}), path, compression="zstd")
     assert path.stat().st_size < 100_000
     monkeypatch.setattr("rlpost.tasks.rows.MIN_BOUND", 80 << 20)
+    of_arrow = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+    before = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(of_arrow)
     tracemalloc.start()
     with pytest.raises(DataError, match=r"become more than 83,886,080 bytes .* JSON Lines"):
         check_prompt_file(path, FIELDS)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    pyarrow.set_memory_pool(before)
     assert peak < 80 << 20  # of Python; a batch beyond the bound is not converted
+    assert of_arrow.max_memory() < 80 << 20  # nor copied by Arrow
 
 
 MEASURE = """

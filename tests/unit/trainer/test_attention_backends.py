@@ -141,8 +141,15 @@ def test_options_select_a_backend():
     for backend, expected in {"flash": {FLASH}, "fused": {FUSED}, "unfused": {UNFUSED}}.items():
         choice = choose(QWEN3, gpu, with_engine=True, options=Options(backend=backend))
         assert isinstance(choice, Choice) and choice.backends == expected
-    for backend in ("local", "flash"):  # FlashAttention without flash-attn is torch's
-        assert not choose(QWEN3, H100, with_engine=True, options=Options(backend=backend)).backends
+    # FlashAttention without flash-attn is torch's
+    assert not choose(QWEN3, H100, with_engine=True, options=Options(backend="flash")).backends
+
+
+@pytest.mark.parametrize("with_engine", [False, True])
+def test_the_model_decides_between_both_attentions_and_no_option(with_engine):
+    local = Options(backend="local")
+    refused = choose(QWEN3, H100, with_engine=with_engine, options=local)
+    assert isinstance(refused, str) and refused.endswith("leave it out"), refused
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,14 @@ import torch
 from rlpost.config.plan.vision import vision_shape
 from rlpost.errors import DataError
 from rlpost.models.families import FAMILIES
+from rlpost.models.rope import AxisSections
 from rlpost.trainer.packing import RowLayout, held_tokens, pack
 from rlpost.trainer.rotary import angles_of_rows
 from rlpost.trainer.shared_rows import RowParams, row_params
 from rlpost.trainer.vision.images import Images
 from rlpost.trainer.vision.rows import token_positions
 from rlpost.trainer.vision.tower import Tower
+from rlpost.trainer.vision.trained import MERGERS
 from rlpost.types import ImageSpan, TrainSample
 
 MERGE = 2
@@ -54,12 +56,16 @@ def random_sample(source: random.Random) -> TrainSample:
     return sample(at + source.randint(3, 9), *images)
 
 
-def test_positions_are_those_of_transformers():
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-
-    config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=MERGE))
-    model = SimpleNamespace(config=config)
-    model.get_vision_position_ids = Qwen3VLModel.get_vision_position_ids.__get__(model)
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl.Qwen3VL", "qwen2_5_vl.Qwen2_5_VL", "glm4v.Glm4v", "glm4v_moe.Glm4vMoe"]
+)
+def test_positions_are_those_of_transformers(name):
+    package, _, kind = name.partition(".")
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    theirs_model = getattr(module, f"{kind}Model")
+    sizes = SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=2)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=sizes))
+    model.get_vision_position_ids = theirs_model.get_vision_position_ids.__get__(model)
     source = random.Random(4)
     for _ in range(40):
         one = random_sample(source)
@@ -67,7 +73,7 @@ def test_positions_are_those_of_transformers():
         for image in one.images:
             kinds[0, image.start : image.end] = 1
         grids = torch.tensor([image.grid for image in one.images]) if one.images else None
-        theirs, _ = Qwen3VLModel.get_rope_index(
+        theirs, _ = theirs_model.get_rope_index(
             model, torch.tensor([list(one.token_ids)]), kinds, grids
         )
         assert torch.equal(token_positions(one), theirs[:, 0])
@@ -141,13 +147,19 @@ def test_a_micro_batch_without_images_has_megatrons_own_parameters():
     assert type(row_params(packed)).__module__ == "megatron.core.packed_seq_params"
 
 
-def test_a_text_has_the_same_angles_beside_images():
+@pytest.mark.parametrize(
+    ("interleaved", "neighbours"), [(True, False), (False, False), (False, True)]
+)
+def test_a_text_has_the_same_angles_beside_images(interleaved, neighbours):
     """Its three positions are one number, so each turn of the frequencies has the same angle."""
-    table = torch.outer(torch.arange(20.0), torch.rand(8)).repeat(1, 2)[:, None, None]
+    angles = torch.outer(torch.arange(20.0), torch.rand(8))
+    twice = angles.repeat_interleave(2, dim=1) if neighbours else angles.repeat(1, 2)
+    table = twice[:, None, None]
     packed = pack((sample(12), sample(20, span(3, 2, 3))), RowLayout(takes_images=True))
     params = row_params(packed)
     assert isinstance(params, RowParams) and params.positions is not None
-    angles = angles_of_rows(table, params.positions, (3, 3, 2))
+    sections = AxisSections((3, 3, 2), interleaved)
+    angles = angles_of_rows(table, params.positions, sections, rotates_neighbours=neighbours)
     assert torch.equal(angles[:12], table[:12])
     assert not torch.equal(angles[12:], table)
 
@@ -156,6 +168,7 @@ class CountingTower:
     """An encoder whose features are the number of its call."""
 
     num_deep_layers = 0
+    trained = None
 
     def __init__(self) -> None:
         self.calls = 0
@@ -218,7 +231,8 @@ def test_parameters_are_bf16_and_buffers_those_of_from_pretrained(name, tmp_path
     module, _, kind = vision.tower.rpartition(".")
     theirs = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
     sizes = dict(depth=2, hidden_size=96, intermediate_size=64, num_heads=2, out_hidden_size=64)
-    config = theirs.config_class(**sizes, num_position_embeddings=64)
+    positions = {"num_position_embeddings": 64} if vision.layers == "plain" else {}
+    config = theirs.config_class(**sizes, **positions)
     theirs(config).save_pretrained(tmp_path)
     reference = theirs.from_pretrained(tmp_path, dtype=torch.bfloat16)
     tower = Tower(vision, {"vision_config": config.to_dict()}, torch.bfloat16).module
@@ -237,7 +251,16 @@ def test_the_plan_counts_the_parameters_of_transformers(name):
     tower = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
     config = tower.config_class()  # the sizes of a published model
     with torch.device("meta"):
-        total = sum(weight.numel() for weight in tower(config).parameters())
+        made = tower(config)
+    total = sum(weight.numel() for weight in made.parameters())
+    mergers = [one for name, one in made.named_parameters() if name.startswith(MERGERS)]
     hf = {"vision_config": config.to_dict()}
-    shape = vision_shape(hf["vision_config"], num_deep_layers=vision.num_deep_layers(hf))
+    if vision.layers == "glm":  # the trainer runs encoders whose config.json lacks these
+        del hf["vision_config"]["image_size"], hf["vision_config"]["intermediate_size"]
+    shape = vision_shape(
+        hf["vision_config"],
+        layers=vision.layers,
+        num_deep_layers=vision.num_deep_layers(hf),
+    )
     assert shape.parameters == total
+    assert shape.of_mergers == sum(weight.numel() for weight in mergers)

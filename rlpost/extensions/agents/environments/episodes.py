@@ -25,9 +25,9 @@ from rlpost.extensions.agents.env_names import EnvName, env_of
 from rlpost.extensions.agents.env_table import EnvConfig
 from rlpost.extensions.agents.environments.calls import unless_halted
 from rlpost.extensions.agents.environments.resumption import Resumption
+from rlpost.extensions.agents.episode_results import EpisodeResult, record_of, rewarded
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import Pool
-from rlpost.rollout.episode_results import EpisodeResult, record_of, rewarded
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.types import Prompt, Sample

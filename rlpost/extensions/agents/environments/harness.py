@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.connection import Halted
-from rlpost.errors import ConfigError, GradingLost
+from rlpost.errors import ConfigError, DataError, GradingLost
 from rlpost.extensions.agents.environments.calls import call, call_if_there, close
 from rlpost.extensions.agents.environments.plain import finite
 from rlpost.extensions.agents.environments.protocol import Episode, Harness, Outcome
 from rlpost.extensions.agents.environments.resumption import Resumption
+from rlpost.extensions.agents.episode_results import EpisodeResult, SideRequest, TurnResult
 from rlpost.extensions.agents.gateway import EpisodeLimits, Gateway, Limit
 from rlpost.extensions.agents.trajectory import Trajectory, split_side_requests, to_samples
-from rlpost.rollout.episode_results import EpisodeResult, SideRequest, TurnResult
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.types import Prompt, Sample
 
@@ -30,7 +31,8 @@ class HarnessRunner:
     episode that raises after a limit refused a request has the reward ``limit_reward``.
 
     Requests beside the task are left out of training unless ``trains_side_requests``, or the
-    harness rewards completions by turn and so says itself what each is worth.
+    harness rewards completions by turn and so says itself what each is worth. ``reads_prompts``: it
+    gets the images of prompts.
     """
 
     word: str
@@ -41,6 +43,7 @@ class HarnessRunner:
     limit_reward: float = 0.0
     trains_side_requests: bool = True
     resumption: Resumption = "begun again"
+    reads_prompts: bool = True
 
     async def start(self) -> None:
         """Call the harness's ``start``."""
@@ -82,6 +85,7 @@ class HarnessRunner:
                     "max_tokens": builder.sampling.max_new_tokens,
                 },
                 max_turns=self.max_turns,
+                images=await self._images(builder, prompt),
             )
             limit: Limit | None = None
             try:
@@ -126,6 +130,20 @@ class HarnessRunner:
                 SideRequest(each.turns[0].text, each.loss_mask.total()) for each in side
             ),
         )
+
+    async def _images(self, builder: ResponseBuilder, prompt: Prompt) -> tuple[bytes, ...]:
+        """Return the files of a prompt's images. Raises DataError if the harness would ignore them."""
+        if not prompt.images:
+            return ()
+        if not self.reads_prompts:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has images, and --env {self.word} takes its tasks from its own "
+                "data; leave images out of the prompts"
+            )
+        images = builder.connection.images
+        assert images is not None, "a prompt with images for a model that reads text"
+        store = images.store
+        return await in_daemon(lambda: tuple(store.read(span.hash) for span in prompt.images))
 
     def _turn_rewards(self, outcome: Outcome, trajectories: Sequence[Trajectory]) -> list[float]:
         """Return the rewards of turns as finite numbers, at most one for each answered request.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from rlpost.algorithm.plugin import load_function
-from rlpost.config.keys import SUFFIX, resolve_references
+from rlpost.config.keys import SUFFIX
 from rlpost.config.tree import Config
 from rlpost.engines.group_client import EngineClients, GroupClient
 from rlpost.errors import ConfigError
@@ -27,6 +27,7 @@ from rlpost.extensions.agents.environments.harness import HarnessRunner
 from rlpost.extensions.agents.environments.plain import PlainRunner
 from rlpost.extensions.agents.environments.resumption import resumption_of
 from rlpost.extensions.agents.gateway import Gateway
+from rlpost.extensions.agents.references import resolve_references
 from rlpost.extensions.agents.sandbox.archives import STORE, Archives
 from rlpost.extensions.agents.sandbox.protocol import Pool
 from rlpost.extensions.agents.sandbox.settings import pool_of
@@ -192,6 +193,7 @@ def _runner(name: EnvName, config: Config, shared: _Shared) -> Runner:
         trains_side_requests=settings.env_train_side_requests or name.kind != "own",
         # A harness has the state of all its episodes: it cannot be restored for one.
         resumption="replayed" if getattr(environment, "deterministic", False) else "begun again",
+        reads_prompts=name.kind == "own",
     )
 
 

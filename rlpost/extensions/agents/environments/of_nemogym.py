@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from rlpost.extensions.agents.responses_format import responses_request
 
 PARAMETERS = "responses_create_params"
 TIMEOUT_S = 120.0
+MAX_OUTPUT = 16 << 20
+"""Bytes of an answer of the server. A policy may bring a tool to write any number of them; an output
+of this size exceeds each context, so the episode is scored with --env-limit-reward.
+"""
 _COPIED = ("instructions", "tools", "tool_choice", "text")
 """What a request takes from the row; --rollout-temperature and its like hold for the rest.
 
@@ -91,9 +95,10 @@ class NemoGymHarness:
             verdict = await self._post(resources, "verify", row | {"response": response})
         refuse_failure(verdict)
         info = {key: verdict[key] for key in _RECORDED if verdict.get(key) is not None}
-        if "reward" not in verdict:
+        reward = verdict.get("reward")
+        if not isinstance(reward, int | float):
             raise GradingLost(f"nemogym: {self._url}/verify returned no reward: {verdict!r:.1000}")
-        return Outcome(verdict["reward"], info=info)
+        return Outcome(reward, info=info)
 
     async def _converse(
         self,
@@ -134,19 +139,56 @@ class NemoGymHarness:
             arguments = json.loads(call["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"the arguments are not JSON: {error}"})
-        url = f"{self._url}/{call['name']}"
-        async with resources.post(
-            url, json=arguments, timeout=self._timeout, raise_for_status=False
-        ) as answer:
-            return await answer.text()
+        output = await self._content(resources, call["name"], arguments, raise_for_status=False)
+        return output[:MAX_OUTPUT].decode(errors="replace")
 
     async def _post(
         self, session: aiohttp.ClientSession, path: str, body: Mapping[str, Any]
     ) -> dict[str, Any]:
+        content = await self._content(session, path, body, raise_for_status=raise_refusal)
+        if len(content) > MAX_OUTPUT:
+            raise GradingLost(
+                f"nemogym: {self._url}/{path} answers with more than {MAX_OUTPUT} bytes"
+            )
+        result: dict[str, Any] = json.loads(content)
+        return result
+
+    async def _content(
+        self,
+        session: aiohttp.ClientSession,
+        path: str,
+        body: object,
+        *,
+        raise_for_status: bool | Callable[[aiohttp.ClientResponse], Awaitable[None]],
+    ) -> bytes:
+        """Return the body of an answer, or more than MAX_OUTPUT bytes of its beginning.
+
+        Raises GradingLost for a redirection, which may lead to services of the driver's node.
+        """
         url = f"{self._url}/{path}"
-        async with session.post(url, json=body, timeout=self._timeout) as answer:
-            result: dict[str, Any] = await answer.json()
-            return result
+        async with session.post(
+            url,
+            json=body,
+            timeout=self._timeout,
+            allow_redirects=False,
+            raise_for_status=raise_for_status,
+        ) as answer:
+            if 300 <= answer.status < 400:  # 201 has a Location, too
+                target = answer.headers.get("Location", "")
+                raise GradingLost(
+                    f"nemogym: {url} redirects to {target[:200]!r}; write the server's own address in --env"
+                )
+            return await _bounded(answer)
+
+
+async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer, or more than MAX_OUTPUT bytes of its beginning."""
+    content = bytearray()
+    async for part in answer.content.iter_chunked(1 << 16):
+        content += part
+        if len(content) > MAX_OUTPUT:
+            break
+    return bytes(content)
 
 
 def refuse_failure(verdict: Mapping[str, Any]) -> None:
@@ -186,7 +228,7 @@ async def raise_refusal(response: aiohttp.ClientResponse) -> None:
     """Raise ClientResponseError with the server's reason, which aiohttp drops."""
     if response.status < 400:
         return
-    text = await response.text()
+    text = (await _bounded(response)).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         text = json.loads(text)["error"]["message"]
     raise aiohttp.ClientResponseError(
@@ -225,6 +267,6 @@ def rows_of(label: str, arguments: Mapping[str, object]) -> Iterator[dict[str, o
             raise DataError(
                 f"{path}, line {number}: the gateway refuses its {PARAMETERS}: {error}"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: no task of NeMo-Gym: {error!r}") from error
         yield {**row, "prompt": str(content[-1]) if content else "", "env": label}

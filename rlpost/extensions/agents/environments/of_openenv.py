@@ -25,9 +25,13 @@ from rlpost.extensions.agents.environments.protocol import Step, Turn
 from rlpost.types import Prompt
 
 INSTALL = "pip install 'rlpost[openenv]'"
+MAX_MESSAGE_MB = 16.0
+"""Of one answer of a server, decompressed: it is bounded before it is decoded. The library's 100 MB
+of brackets are gigabytes of Python's objects. Text of this size exceeds each context."""
 _INVALID = ("VALIDATION_ERROR", "INVALID_JSON")
 """Codes of a server for an action that it cannot read: the model's mistake."""
-_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+_TOO_BIG = 1009
+"""Status of a connection that is closed because a message exceeds MAX_MESSAGE_MB (RFC 6455, 7.4.1)."""
 
 
 class OpenEnvEnvironment:
@@ -79,6 +83,7 @@ class OpenEnvEnvironment:
             base_url=self._url,
             connect_timeout_s=self._timeout_s,
             message_timeout_s=self._timeout_s,
+            max_message_size_mb=MAX_MESSAGE_MB,
             mode="simulation",
         )
         await self._client.connect()
@@ -102,13 +107,19 @@ class OpenEnvEnvironment:
             if not any(code in str(error) for code in _INVALID):
                 raise
             return Step(self._around(f"The action is not valid: {error}"), tool="action")
+        except Exception as error:
+            close_frame = getattr(error, "sent", None)  # of websockets' ConnectionClosed
+            if getattr(close_frame, "code", None) != _TOO_BIG:
+                raise
+            # A policy can cause it, by what it lets its code print, so the episode is scored.
+            return Step(self._around("The output is too long."), done=True, tool="action")
         seen = result.observation
         failure = seen.get("error") if isinstance(seen, Mapping) else None
         if result.done and result.reward is None and failure:
             raise GradingLost(f"openenv: the server ended the episode without a reward: {failure}")
         return Step(
             self._shown(result.observation),
-            reward=float(result.reward or 0.0),
+            reward=result.reward or 0.0,  # checked as that of any environment
             done=bool(result.done),
             tool="action",
         )
@@ -121,9 +132,10 @@ class OpenEnvEnvironment:
     def _action_of(self, text: str) -> dict[str, object] | None:
         if self._action is not None:
             return {self._action: text.strip()}
-        found = _OBJECT.search(text)
+        # A regular expression would search for the end once for each brace that a policy repeats.
+        start, end = text.find("{"), text.rfind("}")
         try:
-            action = json.loads(found[0]) if found else None
+            action = json.loads(text[start : end + 1]) if 0 <= start < end else None
         except (ValueError, RecursionError):
             return None
         return action if isinstance(action, dict) else None

@@ -1,6 +1,7 @@
 """Runs environments that are plain Python: ``reset``, then the model's turns and ``step``.
 
-Input: a response builder, a prompt. Output: one sample; the text of the environment is masked.
+Input: a response builder, a prompt. Output: one sample; text and images of the environment are
+masked. An image is stored before the record of its step names it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from rlpost.errors import ConfigError
+from rlpost.durable.daemon_threads import in_daemon
+from rlpost.errors import ConfigError, GradingLost, ImageError
 from rlpost.extensions.agents.environments.calls import call, call_if_there, close
-from rlpost.extensions.agents.environments.protocol import Environment, Step, Turn
+from rlpost.extensions.agents.environments.protocol import Content, Environment, Step, Turn
 from rlpost.extensions.agents.environments.resumption import Resumption
+from rlpost.extensions.agents.episode_results import EpisodeResult, TurnResult
+from rlpost.images.tokens import MARK, KnownImage
 from rlpost.rollout.answer_log import SavedState
-from rlpost.rollout.episode_results import EpisodeResult, TurnResult
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.types import Prompt
 
@@ -27,6 +31,44 @@ logger = logging.getLogger(__name__)
 
 class _CannotContinue(Exception):
     """What is recorded of an episode cannot be continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What an environment added: texts and stored images, in order."""
+
+    parts: tuple[str | KnownImage, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All as text, with ``<image>`` for an image."""
+        return "".join(part if isinstance(part, str) else MARK for part in self.parts)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The digests of the images."""
+        return tuple(part.hash for part in self.parts if isinstance(part, KnownImage))
+
+    def to_record(self) -> object:
+        """Return a JSON value: a text, or a list of texts and images."""
+        if not self.images:
+            return self.text
+        return [
+            part if isinstance(part, str) else [part.hash, list(part.grid), part.num_tokens]
+            for part in self.parts
+        ]
+
+    @classmethod
+    def of_record(cls, value: Any) -> Added:
+        """The inverse of ``to_record``."""
+        if isinstance(value, str):
+            return cls((value,) if value else ())
+        return cls(
+            tuple(
+                part if isinstance(part, str) else KnownImage(part[0], tuple(part[1]), part[2])
+                for part in value
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -90,15 +132,15 @@ class PlainRunner:
 
     async def _open(
         self, environment: Environment, prompt: Prompt, saved: SavedState | None
-    ) -> str:
-        """Reset or restore an environment; return the text before the first turn."""
+    ) -> Content:
+        """Reset or restore an environment; return what it adds before the first turn, if it is new."""
         if saved is None:
-            return str(await call(environment.reset, prompt) or "")
+            return await call(environment.reset, prompt) or ""
         try:
             await call_if_there(environment, "restore", saved.data)
         except Exception as error:  # an environment's code
             raise _CannotContinue(f"restore failed: {type(error).__name__}: {error}") from error
-        return str(saved.steps[0]["text"])
+        return ""
 
 
 class _Episode:
@@ -116,13 +158,13 @@ class _Episode:
         self._environment, self._builder = environment, builder
         self._recorded = [] if saved is None else list(saved.steps)
 
-    async def play(self, opening: str) -> list[TurnResult]:
+    async def play(self, opening: Content) -> list[TurnResult]:
         """Let model and environment take turns to the end of the episode."""
         builder, turns = self._builder, list[TurnResult]()
         stop = tuple(getattr(self._environment, "stop", ()))
-        await self._keep(0, Step(opening))
-        if opening:
-            builder.insert(opening)
+        before = await self._open(opening)
+        if before.parts:
+            builder.insert(before.parts)
         while len(turns) < self._max_turns and builder.remaining_tokens:
             began, start = time.monotonic(), builder.num_tokens
             text = await builder.write(stop=stop)
@@ -134,7 +176,7 @@ class _Episode:
                 builder.finish_reason,
                 builder.stopped_at,
             )
-            step = await self._step(turn)
+            step, added = await self._step(turn)
             turns.append(
                 TurnResult(
                     sample=0,
@@ -142,27 +184,62 @@ class _Episode:
                     end=end,
                     text=text,
                     reward=step.reward,
-                    said=step.text,
+                    said=added.text,
                     tool=step.tool,
                     seconds=wrote - began,
                     env_seconds=time.monotonic() - wrote,
-                    before="" if turns else opening,
+                    before="" if turns else before.text,
+                    images=(*(() if turns else before.images), *added.images),
                 )
             )
             if step.done:
                 break
-            if step.text:
-                builder.insert(step.text)
+            if added.parts:
+                builder.insert(added.parts)
         return turns
 
-    async def _step(self, turn: Turn) -> Step:
+    async def _open(self, opening: Content) -> Added:
+        """Return what the environment adds before the first turn, or added when it was recorded."""
+        if self._recorded:
+            return Added.of_record(self._recorded[0]["text"])
+        added = await self._stored(opening, "reset")
+        await self._keep(0, Step(), added)
+        return added
+
+    async def _stored(self, content: Content, method: str) -> Added:
+        """Store the images of an environment. Raises ConfigError, and GradingLost for a bad image."""
+        if isinstance(content, str):
+            return Added((content,) if content else ())
+        is_content = isinstance(content, Sequence) and not isinstance(content, bytes)
+        if not is_content or not all(isinstance(part, str | bytes) for part in content):
+            raise ConfigError(
+                f"--env {self._word}: {method} returned {content!r:.200} as text; it has to be a str, or a "
+                "list of str and bytes of image files"
+            )
+        images, parts = self._builder.connection.images, list[str | KnownImage]()
+        for number, part in enumerate(content, 1):
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            if images is None or not images.frame:
+                raise ConfigError(
+                    f"--env {self._word}: {method} returned an image, and this run reads text alone; add "
+                    '--multimodal-keys \'{"image": "images"}\', or return text'
+                )
+            try:
+                parts.append(await in_daemon(partial(images.keep, part)))
+            except ImageError as error:  # a screenshot that failed; another attempt may do better
+                raise GradingLost(f"part {number} of what {method} returned: {error}") from error
+        return Added(tuple(parts))
+
+    async def _step(self, turn: Turn) -> tuple[Step, Added]:
         """Return what the environment answers to a turn, or answered when it was recorded."""
         number = turn.number + 1
         if number < len(self._recorded):
             record = self._recorded[number]
             if record["turn"] != _checksum(turn):
                 raise _CannotContinue(f"turn {turn.number} is not the one that was answered")
-            return Step(record["text"], record["reward"], tool=record["tool"])
+            return Step("", record["reward"], tool=record["tool"]), Added.of_record(record["text"])
         step = await call(self._environment.step, turn)
         if not isinstance(step, Step):
             raise ConfigError(
@@ -170,15 +247,20 @@ class _Episode:
                 "rlpost.extensions.agents.environments.protocol.Step"
             )
         step = replace(step, reward=finite(self._word, step.reward, "the reward of step"))
+        added = await self._stored(step.text, "step")
         if not step.done:
-            await self._keep(number, step, turn)
-        return step
+            await self._keep(number, step, added, turn)
+        return step, added
 
-    async def _keep(self, number: int, step: Step, turn: Turn | None = None) -> None:
+    async def _keep(self, number: int, step: Step, added: Added, turn: Turn | None = None) -> None:
         """Record a step with the state after it, unless it comes from a record."""
-        if not self._keeps_state or number < len(self._recorded):
+        if not self._keeps_state:
             return
-        record = {"text": step.text, "reward": step.reward, "tool": step.tool}
+        record: dict[str, object] = {
+            "text": added.to_record(),
+            "reward": step.reward,
+            "tool": step.tool,
+        }
         if turn is not None:
             record["turn"] = _checksum(turn)
         self._builder.log.add_step(number, record, await self._state())
@@ -206,11 +288,19 @@ def _checksum(turn: Turn) -> int:
 
 
 def finite(word: str, reward: Any, what: str) -> float:
-    """Return a reward as a number. Raises ConfigError."""
+    """Return a reward as a number.
+
+    Raises:
+        ConfigError: it is no number: the environment's code is wrong.
+        GradingLost: it is not finite, which one answer of a policy may cause.
+    """
+    must_be = f"--env {word}: {what} is {reward!r:.200}; it must be a finite number"
     try:
         number = float(reward)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
-        number = math.nan
+        raise ConfigError(must_be) from None
     if not math.isfinite(number):
-        raise ConfigError(f"--env {word}: {what} is {reward!r:.200}; it must be a finite number")
+        raise GradingLost(must_be)
     return number

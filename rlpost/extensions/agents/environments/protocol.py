@@ -36,8 +36,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlpost.rollout.turns import Step as Step
-from rlpost.rollout.turns import Turn as Turn
+from rlpost.extensions.agents.environments.turns import Content as Content
+from rlpost.extensions.agents.environments.turns import Step as Step
+from rlpost.extensions.agents.environments.turns import Turn as Turn
 from rlpost.types import Prompt
 
 
@@ -52,8 +53,8 @@ class Environment(Protocol):
     deterministic: bool
     info: Mapping[str, object]
 
-    def reset(self, prompt: Prompt) -> str | Awaitable[str | None] | None:
-        """Begin the episode of a prompt; return text to add before the first turn."""
+    def reset(self, prompt: Prompt) -> Content | Awaitable[Content | None] | None:
+        """Begin the episode of a prompt; return text and images to add before the first turn."""
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
         """Act on a turn. Not called after ``done`` or when the answer's tokens are used up."""
@@ -94,6 +95,7 @@ class Episode:
         model: the name of the model to ask for.
         prompt: the row of the prompt set.
         index: of the answer within its group.
+        images: the files of the prompt's images, in order; the harness writes its own messages.
         sampling: temperature, top_p and max_tokens of the run, as in a chat request.
         max_turns: --env-max-turns. Further requests are refused, so end before.
     """
@@ -105,6 +107,7 @@ class Episode:
     index: int
     sampling: Mapping[str, object]
     max_turns: int
+    images: Sequence[bytes] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

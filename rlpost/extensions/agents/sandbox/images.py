@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpost.config.keys import without_keys
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.errors import ConfigError
 
@@ -47,7 +48,7 @@ def unpacked(image: str | None, name: str) -> Iterator[str | None]:
         folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
     try:
         (folder / MARK).write_text(name)
-        environment = {**os.environ, "ENROOT_DATA_PATH": str(folder)}
+        environment = without_keys(os.environ) | {"ENROOT_DATA_PATH": str(folder)}
         command = ["enroot", "create", "--name", "root", image]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 
 from common.run_folder import RunFolder
+from rlpost.config.extensions import JobPart
 from rlpost.config.keys import without_keys
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
@@ -31,8 +32,7 @@ def wants_servers(config: Config) -> bool:
 def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> SandboxSpec:
     """Return the array of servers of a run. Raises SpecError for a value that Slurm cannot take."""
     # here: jobs are rendered where only pydantic is installed
-    from rlpost.cli.fleet_jobs import code_of
-    from rlpost.cli.job import job_spec
+    from rlpost.cli.job import code_of, job_spec
 
     sandbox, cluster = config.table(SandboxConfig), config.cluster
     base = job_spec(config)
@@ -76,7 +76,7 @@ def sandbox_spec(run: RunFolder, config: Config, after: str | None = None) -> Sa
     )
 
 
-class SandboxJobs:
+class SandboxJobs(JobPart):
     """See ``rlpost.config.extensions.JobPart``."""
 
     def agent_args(self, config: Config) -> list[str]:

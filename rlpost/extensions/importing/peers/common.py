@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 
 from rlpost.config.flags import fields
 from rlpost.config.megatron_options import option_names
 from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
 from rlpost.config.model_arguments import ONLY_ZERO, OVERRIDABLE, WITHOUT_EFFECT
-from rlpost.extensions.importing.peers.row import Given, Needless, NotHere, Settings, as_number
+from rlpost.extensions.importing.peers.row import (
+    Convert,
+    Given,
+    Needless,
+    NotHere,
+    Settings,
+    as_number,
+    same,
+)
 
 FILTER = "rlpost.rollout.filters.check_reward_nonzero_std"
 MEGATRON_NAMES = {
@@ -19,6 +27,11 @@ MEGATRON_NAMES = {
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
 }
 """Fields of Megatron-core that have a setting of another name here."""
+RECOMPUTE_ALL: Settings = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DROPOUTS = ("attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout")
 _TARGETS = {
@@ -34,6 +47,55 @@ _TARGETS = {
     "linear_fc1": "linear_fc1",
     "linear_fc2": "linear_fc2",
 }
+
+
+def as_is(setting: str) -> Convert:
+    """Return a conversion that takes a value as it is."""
+    return lambda it: {setting: it.value}
+
+
+def switch(settings: Settings) -> Convert:
+    """Return a conversion of a switch: ``settings`` where it is on; off, nothing is needed."""
+
+    def convert(it: Given) -> Settings:
+        if not same(it.value, True):
+            raise Needless("off, as here")
+        return {**settings}
+
+    return convert
+
+
+def interval(setting: str) -> Convert:
+    """Return a conversion of a number of steps; 0 and below are off."""
+
+    def convert(it: Given) -> Settings:
+        if it.count() <= 0:
+            raise Needless("off, as here")
+        return {setting: it.count()}
+
+    return convert
+
+
+def rank_of_adapters(it: Given) -> Settings:
+    """Convert the rank of LoRA adapters; 0 and below mean none."""
+    if it.count() <= 0:
+        raise Needless("off, as here")
+    return {"lora_rank": it.count()}
+
+
+def optimizer_steps(setting: str, steps_per_rollout: Callable[[Given], int]) -> Convert:
+    """Return a conversion of rollouts to optimizer steps; None is the whole run."""
+
+    def convert(it: Given) -> Settings:
+        if it.value is None:
+            raise Needless("all steps of the run, as here")
+        return {setting: it.count() * steps_per_rollout(it)}
+
+    return convert
+
+
+filter_groups = switch({"dynamic_sampling_filter_path": FILTER})
+eager = switch({"sglang_disable_cuda_graph": True})
 
 
 def model(it: Given) -> Settings:

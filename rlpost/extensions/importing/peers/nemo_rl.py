@@ -6,7 +6,15 @@ its recipes. Those of ``policy``: ``nemo_rl_policy``.
 
 from __future__ import annotations
 
-from rlpost.extensions.importing.peers.common import FILTER, eval_sets, job_name, paths, text
+from rlpost.extensions.importing.peers.common import (
+    eval_sets,
+    filter_groups,
+    interval,
+    job_name,
+    paths,
+    switch,
+    text,
+)
 from rlpost.extensions.importing.peers.nemo_rl_megatron import MEGATRON_ROWS
 from rlpost.extensions.importing.peers.nemo_rl_policy import POLICY_ROWS
 from rlpost.extensions.importing.peers.row import (
@@ -86,18 +94,6 @@ def _oversampling(it: Given) -> Settings:
     return {"over_sampling_batch_size": int(prompts * it.number())}
 
 
-def _filter(it: Given) -> Settings:
-    if not same(it.value, True):
-        raise Needless("off, as here")
-    return {"dynamic_sampling_filter_path": FILTER}
-
-
-def _truncated(it: Given) -> Settings:
-    if not same(it.value, True):
-        raise Needless("off, as here")
-    return {"truncated_answers": "mask"}
-
-
 def _shaping(convert: Convert) -> Convert:
     return when("grpo.reward_shaping.enabled", True, "reward_shaping is off", convert)
 
@@ -106,12 +102,6 @@ def _shaped_length(it: Given) -> Settings:
     if same(it.value, it.look("policy.generation.max_new_tokens")):
         raise Needless("it is the length at which generation ends, as here")
     raise NotHere("the overlong buffer ends at --rollout-max-response-len")
-
-
-def _validation(it: Given) -> Settings:
-    if it.count() <= 0:
-        raise Needless("off, as here")
-    return {"eval_interval": it.count()}
 
 
 def _first_validation(it: Given) -> Settings:
@@ -270,7 +260,13 @@ _GRPO = (
         default=True,
     ),
     needless(ESTIMATOR + "minus_baseline", "of reinforce_plus_plus: see adv_estimator.name"),
-    row("grpo.val_period", "eval_interval", _validation, note="steps in both", default=10),
+    row(
+        "grpo.val_period",
+        "eval_interval",
+        interval("eval_interval"),
+        note="steps in both",
+        default=10,
+    ),
     row(
         "grpo.val_at_start",
         "skip_eval_before_train",
@@ -288,7 +284,7 @@ _GRPO = (
         None,
     ),
     row("grpo.seed", "rollout_seed"),
-    row("grpo.use_dynamic_sampling", "dynamic_sampling_filter_path", _filter),
+    row("grpo.use_dynamic_sampling", "dynamic_sampling_filter_path", filter_groups),
     needless("grpo.dynamic_sampling_max_gen_batches", "generation goes on until a batch is full"),
     row(
         "grpo.batch_multiplier",
@@ -299,7 +295,7 @@ _GRPO = (
     row(
         "grpo.overlong_filtering",
         "truncated_answers",
-        _truncated,
+        switch({"truncated_answers": "mask"}),
         note="masked answers count in the denominator here",
     ),
     lacking(

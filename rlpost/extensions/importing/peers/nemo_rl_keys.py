@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.extensions.importing.peers.common import lora_targets
+from rlpost.extensions.importing.peers.common import RECOMPUTE_ALL, as_is, lora_targets
 from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
@@ -17,11 +17,6 @@ from rlpost.extensions.importing.peers.row import (
 )
 
 MEGATRON, DTENSOR = "policy.megatron_cfg.", "policy.dtensor_cfg."
-
-
-def as_is(setting: str) -> Convert:
-    """Return a conversion that takes a value as it is."""
-    return lambda it: {setting: it.value}
 
 
 def steps_per_rollout(it: Given) -> int:
@@ -45,11 +40,7 @@ def recompute(it: Given) -> Settings:
         raise Needless("off, as here")
     if it.key.startswith(MEGATRON) and it.look(MEGATRON + "recompute_granularity") == "selective":
         return {"recompute_granularity": "selective"}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+    return {**RECOMPUTE_ALL}
 
 
 def with_adapters(table: str, convert: Convert) -> Convert:

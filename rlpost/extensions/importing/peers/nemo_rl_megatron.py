@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlpost.config.flags import fields
-from rlpost.extensions.importing.peers.common import megatron_option
+from rlpost.extensions.importing.peers.common import as_is, megatron_option, optimizer_steps
 from rlpost.extensions.importing.peers.nemo_rl_keys import (
     MEGATRON,
     adapters,
-    as_is,
     recompute,
     steps_per_rollout,
 )
@@ -32,15 +31,6 @@ _OFF_MEGATRON = "megatron_cfg is off"
 
 def _megatron(convert: Convert) -> Convert:
     return when(MEGATRON + "enabled", True, _OFF_MEGATRON, convert)
-
-
-def _iterations(setting: str) -> Convert:
-    def convert(it: Given) -> Settings:
-        if it.value is None:
-            raise Needless("all steps of the run, as here")
-        return {setting: it.count() * steps_per_rollout(it)}
-
-    return convert
 
 
 def _option(it: Given) -> Settings:
@@ -134,7 +124,7 @@ MEGATRON_ROWS: tuple[Row, ...] = (
         row(
             MEGATRON + f"scheduler.{name}",
             name,
-            _megatron(_iterations(name)),
+            _megatron(optimizer_steps(name, steps_per_rollout)),
             note="rollouts there, optimizer steps here",
         )
         for name in ("lr_decay_iters", "lr_warmup_iters")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlpost.extensions.importing.peers.common import hf_override, model, sglang_option
+from rlpost.extensions.importing.peers.common import (
+    as_is,
+    eager,
+    hf_override,
+    model,
+    sglang_option,
+)
 from rlpost.extensions.importing.peers.nemo_rl_keys import (
     DTENSOR,
     MEGATRON,
     adapters,
-    as_is,
     recompute,
     steps_per_rollout,
 )
@@ -144,12 +149,6 @@ def _list(setting: str) -> Convert:
         return {setting: it.value}
 
     return convert
-
-
-def _eager(it: Given) -> Settings:
-    if not same(it.value, True):
-        raise Needless("off, as here")
-    return {"sglang_disable_cuda_graph": True}
 
 
 def _engine_length(it: Given) -> Settings:
@@ -336,7 +335,7 @@ _GENERATION: tuple[Row, ...] = (
         "sglang_mem_fraction_static",
         note="a share of the GPU's memory in both",
     ),
-    row(VLLM + "enforce_eager", "sglang_disable_cuda_graph", _eager),
+    row(VLLM + "enforce_eager", "sglang_disable_cuda_graph", eager),
     row(VLLM + "max_model_len", "sglang_context_length", _engine_length),
     row(VLLM + "kv_cache_dtype", "sglang_kv_cache_dtype", _cache_type),
     needless(

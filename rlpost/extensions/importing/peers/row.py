@@ -251,8 +251,8 @@ def row(
         keys: names of the key, separated by blanks.
         settings: settings that it sets; without ``convert`` the single one that takes its value.
     """
-    own = _names(settings)
-    return Row(_names(keys), own, convert or (lambda it: {own[0]: it.value}), note, default)
+    names = _names(settings)
+    return Row(_names(keys), names, convert or (lambda it: {names[0]: it.value}), note, default)
 
 
 def below(table: str, names: str) -> str:

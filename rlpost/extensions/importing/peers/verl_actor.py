@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rlpost.extensions.importing.peers.common import megatron_option
+from rlpost.extensions.importing.peers.common import megatron_option, optimizer_steps
 from rlpost.extensions.importing.peers.row import (
-    Convert,
     Given,
     Needless,
     NotHere,
@@ -26,6 +25,7 @@ from rlpost.extensions.importing.peers.verl_keys import (
     MEGATRON,
     numeric,
     steps_per_rollout,
+    trains_adapters,
     warmup,
 )
 
@@ -60,15 +60,6 @@ def _warmup_share(it: Given) -> Settings:
     if not it.number():
         raise Needless("off, as here")
     return {"lr_warmup_fraction": it.number()}
-
-
-def _decay_steps(setting: str) -> Convert:
-    def convert(it: Given) -> Settings:
-        if it.value is None:
-            raise Needless("all steps of the run, as here")
-        return {setting: it.count() * steps_per_rollout(it)}
-
-    return convert
 
 
 def _min_lr(it: Given) -> Settings:
@@ -136,11 +127,11 @@ def _routes(it: Given) -> Settings:
 
 
 def _encoder(it: Given) -> Settings:
-    if same(it.value, True):
-        raise Needless("the encoder of images is frozen, as here")
     if it.look(IMAGES) is None:
         raise Needless("of models that read images")
-    raise NotHere("verl trains the encoder of images, here it is frozen (docs/models.md)")
+    if same(it.value, True) or trains_adapters(it):
+        return {"vision_tower": "frozen"}
+    return {"vision_tower": "all"}
 
 
 def _optimizer(it: Given) -> Settings:
@@ -285,7 +276,7 @@ _ACTOR: tuple[Row, ...] = (
         "*.pad_to_length_bucket *.pad_bshd_to_minibatch_max *.rollout_n",
         "samples are packed, and log-probs are fused or computed in chunks",
     ),
-    row(ACTOR + "freeze_vision_tower", "", _encoder, note="it is frozen here", default=False),
+    row(ACTOR + "freeze_vision_tower", "vision_tower", _encoder, default=False),
     lacking("*.qat.enable", "weights are not trained for a quantization", False),
     needless("*.qat.*", "of quantization-aware training"),
 )
@@ -320,13 +311,13 @@ _OPTIMIZER: tuple[Row, ...] = (
     row(
         OPTIM + "lr_decay_steps",
         "lr_decay_iters",
-        _decay_steps("lr_decay_iters"),
+        optimizer_steps("lr_decay_iters", steps_per_rollout),
         note="rollouts there, optimizer steps here",
     ),
     row(
         OPTIM + "lr_wsd_decay_steps",
         "lr_wsd_decay_iters",
-        _decay_steps("lr_wsd_decay_iters"),
+        optimizer_steps("lr_wsd_decay_iters", steps_per_rollout),
         note="rollouts there, optimizer steps here",
     ),
     row(OPTIM + "lr_wsd_decay_style", "lr_wsd_decay_style"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.extensions.importing.peers.common import FILTER, eval_sets, paths, text
+from rlpost.extensions.importing.peers.common import eval_sets, filter_groups, paths, text
 from rlpost.extensions.importing.peers.row import (
     Given,
     Needless,
@@ -104,12 +104,6 @@ def _kl_penalty(it: Given) -> Settings:
     if not same(it.look("algorithm.use_kl_in_reward"), True):
         raise Needless("use_kl_in_reward is off")
     return choice("kl_loss_type", _KL_IN_REWARD, "use --kl-loss-type k1, k2 or low_var_kl")(it)
-
-
-def _filter(it: Given) -> Settings:
-    if not same(it.value, True):
-        raise Needless("off, as here")
-    return {"dynamic_sampling_filter_path": FILTER}
 
 
 def _importance(it: Given) -> Settings:
@@ -259,7 +253,7 @@ _ALGORITHM = (
     needless(
         "algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "of the adaptive coefficient"
     ),
-    row("algorithm.filter_groups.enable", "dynamic_sampling_filter_path", _filter),
+    row("algorithm.filter_groups.enable", "dynamic_sampling_filter_path", filter_groups),
     lacking(
         "algorithm.filter_groups.metric",
         "groups are filtered by the trained reward; write another filter (docs/rollout.md)",

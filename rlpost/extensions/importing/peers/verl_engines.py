@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlpost.config.wording import value_text
-from rlpost.extensions.importing.peers.common import model, sglang_option
+from rlpost.extensions.importing.peers.common import eager, model, sglang_option
 from rlpost.extensions.importing.peers.row import (
     Convert,
     Given,
@@ -54,12 +54,6 @@ def _off(setting: str, why: str) -> Convert:
         return {setting: True}
 
     return convert
-
-
-def _eager(it: Given) -> Settings:
-    if not same(it.value, True):
-        raise Needless("off, as here")
-    return {"sglang_disable_cuda_graph": True}
 
 
 def _free(it: Given) -> Settings:
@@ -150,7 +144,7 @@ _ENGINES: tuple[Row, ...] = (
         "sglang_mem_fraction_static",
         note="verl passes it to SGLang under this name",
     ),
-    row(ENGINE + "enforce_eager", "sglang_disable_cuda_graph", _eager),
+    row(ENGINE + "enforce_eager", "sglang_disable_cuda_graph", eager),
     row(ENGINE + "free_cache_engine", "offload_rollout", _free),
     row(
         ENGINE + "max_model_len",

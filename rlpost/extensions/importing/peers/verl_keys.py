@@ -53,3 +53,9 @@ def warmup(setting: str) -> Convert:
 def numeric(setting: str) -> Convert:
     """Return a conversion that takes a number as it is."""
     return lambda it: {setting: it.number()}
+
+
+def trains_adapters(it: Given) -> bool:
+    """Return whether verl trains adapters alone."""
+    ranks = (it.look(MODEL + "lora_rank"), it.look(MODEL + "lora.rank"))
+    return any(isinstance(rank, int) and rank > 0 for rank in ranks)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from rlpost.extensions.importing.peers.common import (
+    RECOMPUTE_ALL,
     hf_override,
     lora_targets,
     megatron_option,
     model,
+    rank_of_adapters,
     text,
 )
 from rlpost.extensions.importing.peers.row import (
@@ -29,6 +31,7 @@ from rlpost.extensions.importing.peers.verl_keys import (
     MEGATRON,
     MODEL,
     numeric,
+    trains_adapters,
 )
 
 
@@ -37,11 +40,7 @@ def _recompute(it: Given) -> Settings:
         raise Needless("of FSDP; override_transformer_config decides")
     if not same(it.value, True):
         raise Needless("off, as here")
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+    return {**RECOMPUTE_ALL}
 
 
 def _sequence_parallel(it: Given) -> Settings:
@@ -64,16 +63,9 @@ def _dist_checkpoint(it: Given) -> Settings:
     return {"ref_load": text(it)}
 
 
-def _rank(it: Given) -> Settings:
-    if not it.count():
-        raise Needless("off, as here")
-    return {"lora_rank": it.count()}
-
-
 def _lora(setting: str, convert: Convert) -> Convert:
     def checked(it: Given) -> Settings:
-        ranks = (it.look(MODEL + "lora_rank"), it.look(MODEL + "lora.rank"))
-        if not any(isinstance(rank, int) and rank > 0 for rank in ranks):
+        if not trains_adapters(it):
             raise Needless("adapters are off")
         return convert(it)
 
@@ -199,7 +191,7 @@ _MODEL: tuple[Row, ...] = (
         default=True,
     ),
     lacking(MODEL + "enable_activation_offload", "use --recompute-granularity full", False),
-    row(MODEL + "lora_rank " + MODEL + "lora.rank", "lora_rank", _rank, default=0),
+    row(MODEL + "lora_rank " + MODEL + "lora.rank", "lora_rank", rank_of_adapters, default=0),
     row(MODEL + "lora_alpha", "lora_alpha", _lora("lora_alpha", numeric("lora_alpha")), default=16),
     row(MODEL + "lora.alpha", "lora_alpha", _lora("lora_alpha", numeric("lora_alpha"))),
     row(MODEL + "lora.dropout", "lora_dropout", _lora("lora_dropout", numeric("lora_dropout"))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.extensions.importing.peers.common import job_name, text
+from rlpost.extensions.importing.peers.common import interval, job_name, text
 from rlpost.extensions.importing.peers.row import (
     Given,
     Needless,
@@ -79,12 +79,6 @@ def _saves(it: Given) -> Settings:
     if it.count() <= 0:
         raise Needless("a run always saves at its end and at a preemption")
     return {"save_interval": it.count()}
-
-
-def _tests(it: Given) -> Settings:
-    if it.count() <= 0:
-        raise Needless("off, as here")
-    return {"eval_interval": it.count()}
 
 
 def _first_test(it: Given) -> Settings:
@@ -221,7 +215,13 @@ _TRAINER = (
     row("trainer.total_training_steps", "num_rollout", _steps),
     row("trainer.total_epochs", "num_epoch", _epochs, default=30),
     row("trainer.save_freq", "save_interval", _saves, note="steps in both"),
-    row("trainer.test_freq", "eval_interval", _tests, note="steps in both", default=-1),
+    row(
+        "trainer.test_freq",
+        "eval_interval",
+        interval("eval_interval"),
+        note="steps in both",
+        default=-1,
+    ),
     row(
         "trainer.val_before_train",
         "skip_eval_before_train",

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.moe import token_dispatcher
+from torch.autograd.function import FunctionCtx
 
 from rlpost.extensions.rehearsal.all_ranks.meta import MetaAsHost
 from rlpost.extensions.rehearsal.all_ranks.recorder import check_floating
@@ -60,7 +61,9 @@ class Given(MetaAsHost):
         self.shapes: deque[list[int]] = deque()
         """Shapes that are read next, of tensors from other pipeline stages."""
 
-    def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
+    def answer(
+        self, function: Callable[..., object], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> object:
         """Call ``function``, or answer for it."""
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if function is torch.Tensor.tolist:
@@ -93,7 +96,7 @@ def _known(value: object) -> object:
     return value
 
 
-def _goes_to_host(args: Sequence[Any], options: dict[str, Any]) -> bool:
+def _goes_to_host(args: Sequence[object], options: dict[str, Any]) -> bool:
     wanted = options.get("device", args[0] if args else None)
     return isinstance(wanted, str | torch.device) and torch.device(wanted).type == "cpu"
 
@@ -176,6 +179,7 @@ def given_values() -> Iterator[Schedule]:
         stack.enter_context(patch.object(dist, "batch_isend_irecv", _one_by_one))
         stack.enter_context(patch.object(PackedMicroBatch, "on_device", _with_integers_on_host))
         stack.enter_context(patch.object(Images, "_features_of", _features_of))
+        stack.enter_context(patch.object(Images, "_encoded", _features_of))
         stack.enter_context(patch.object(attention, "attend", _fused_attention))
         stack.enter_context(patch.object(attention, "attend_windowed", _fused_windowed))
         stack.enter_context(mode)
@@ -209,7 +213,9 @@ def _peer_of(operation: dist.P2POp) -> str:
 def _balanced() -> Callable[..., torch.Tensor]:
     original = DISPATCHER.preprocess
 
-    def preprocess(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+    def preprocess(
+        self: token_dispatcher.MoEAlltoAllTokenDispatcher, routing_map: torch.Tensor
+    ) -> torch.Tensor:
         rows, num_experts = routing_map.shape
         known = BalancedMap(rows, topk=self.config.moe_router_topk, num_experts=num_experts)
         return original(self, known)
@@ -221,7 +227,7 @@ def _gathered() -> Callable[..., torch.Tensor]:
     """Gather counts in host memory, which are equal on all ranks, on the device as on a GPU."""
     original = token_dispatcher.gather_from_sequence_parallel_region
 
-    def gather(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def gather(values: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         if values.is_meta:
             return original(values, *args, **options)
         original(values.to("meta"), *args, **options)
@@ -242,11 +248,12 @@ def _with_integers_on_host(self: PackedMicroBatch) -> PackedMicroBatch:
 
 
 def _features_of(self: Images, image: ImageSpan) -> torch.Tensor:
-    """The features of an image that does not exist; the encoder has no collectives."""
-    tower = self.tower
-    width = tower.module.config.out_hidden_size
-    shape = (image.num_tokens, 1 + tower.num_deep_layers, width)
-    return torch.empty(shape, dtype=tower.module.dtype, device="meta")
+    """The features of an image that does not exist; the encoder has no collectives.
+
+    Without a graph: the gradients of a trained encoder are zeros, of their shapes and memory.
+    """
+    none = self.tower.no_features()
+    return none.new_empty(image.num_tokens, *none.shape[1:])
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -254,7 +261,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -266,7 +273,7 @@ class _FusedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, _, sinks = ctx.saved_tensors
         return tuple(
             None if one is None else torch.empty_like(one) for one in (query, key, value, sinks)

@@ -59,12 +59,12 @@ def hangs(recordings: Mapping[int, Recording]) -> list[Fault]:
 def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
     """The first mismatch of each group."""
     sequences = {rank: by_group(recording.calls) for rank, recording in recordings.items()}
-    groups = {group for of_rank in sequences.values() for group in of_rank}
+    groups = {group for rank_calls in sequences.values() for group in rank_calls}
     commonness = _commonness(sequences)
     for group in sorted(groups):
         if not recordings.keys() >= set(group):
             continue
-        of_group = {rank: sequences[rank].get(group, []) for rank in group}
+        group_calls = {rank: sequences[rank].get(group, []) for rank in group}
         strangers = [
             rank for rank, calls in sequences.items() if rank not in group and group in calls
         ]
@@ -73,30 +73,30 @@ def collective_faults(recordings: Mapping[int, Recording]) -> Iterable[Fault]:
             yield _fault(
                 recordings, (rank,), call, f"rank {rank} calls {call.text} on a group it is not in"
             )
-        if fault := _mismatch(recordings, group, of_group, commonness):
+        if fault := _mismatch(recordings, group, group_calls, commonness):
             yield fault
 
 
 def _mismatch(
     recordings: Mapping[int, Recording],
     group: Group,
-    of_group: Mapping[int, Sequence[Call]],
+    group_calls: Mapping[int, Sequence[Call]],
     commonness: Mapping[int, int],
 ) -> Fault | None:
     """The first position at which the members do not agree."""
-    longest = max(len(calls) for calls in of_group.values())
-    agreed = {rank: [call.agreed for call in calls] for rank, calls in of_group.items()}
+    longest = max(len(calls) for calls in group_calls.values())
+    agreed = {rank: [call.agreed for call in calls] for rank, calls in group_calls.items()}
     first = agreed[group[0]]
     if all(calls == first for calls in agreed.values()):
-        return _wrong_split(recordings, group, of_group, commonness)
-    lines = {rank: [call.line for call in calls] for rank, calls in of_group.items()}
+        return _wrong_split(recordings, group, group_calls, commonness)
+    lines = {rank: [call.line for call in calls] for rank, calls in group_calls.items()}
     for position in range(longest):
         keys: dict[int, object] = dict.fromkeys(group)
         for rank in group:
             if position < len(agreed[rank]):
                 keys[rank] = agreed[rank][position], lines[rank][position]
         if len(set(keys.values())) > 1 and _is_real(agreed, lines, position):
-            return _told(recordings, group, of_group, _odd(keys, commonness), position)
+            return _told(recordings, group, group_calls, _odd(keys, commonness), position)
     raise AssertionError("the sequences differ, so one position does")
 
 
@@ -131,13 +131,13 @@ def _odd(keys: Mapping[int, object], commonness: Mapping[int, int]) -> tuple[int
 def _told(
     recordings: Mapping[int, Recording],
     group: Group,
-    of_group: Mapping[int, Sequence[Call]],
+    calls: Mapping[int, Sequence[Call]],
     odd: tuple[int, ...],
     position: int,
 ) -> Fault:
     other = next(rank for rank in group if rank not in odd)
-    theirs = of_group[other][position] if position < len(of_group[other]) else None
-    mine = of_group[odd[0]][position] if position < len(of_group[odd[0]]) else None
+    theirs = calls[other][position] if position < len(calls[other]) else None
+    mine = calls[odd[0]][position] if position < len(calls[odd[0]]) else None
     who, call = _ranks(odd), mine or theirs
     assert call is not None
     number = f"call {position + 1} on the group of ranks {_ends(group)}"
@@ -146,7 +146,7 @@ def _told(
         message = f"{who} never issues {number}: {theirs.text} at {theirs.line}"
     elif theirs is None:
         message = f"{who} issues {mine.text} at {mine.line}, as {number}, and the others do not"
-    elif _comes_later(mine, of_group[other][position:]):
+    elif _comes_later(mine, calls[other][position:]):
         call = theirs
         message = (
             f"{who} leaves out {number}: {theirs.text} at {theirs.line}; it continues with {mine.text} "
@@ -159,7 +159,7 @@ def _told(
             f"{number}: {who} is at {mine.line} with {mine.text}, "
             f"rank {other} at {theirs.line} with {theirs.text}"
         )
-    at = _position(recordings[odd[0]], mine, of_group[odd[0]])
+    at = _position(recordings[odd[0]], mine, calls[odd[0]])
     return Fault(odd, group, at, call.line, f"{call.phase}: {message}")
 
 
@@ -185,14 +185,14 @@ def _index(recording: Recording, call: Call) -> int:
 def _wrong_split(
     recordings: Mapping[int, Recording],
     group: Group,
-    of_group: Mapping[int, Sequence[Call]],
+    group_calls: Mapping[int, Sequence[Call]],
     commonness: Mapping[int, int],
 ) -> Fault | None:
     """An all-to-all in which a rank sends other numbers of rows than the others receive."""
-    for position, call in enumerate(of_group[group[0]]):
+    for position, call in enumerate(group_calls[group[0]]):
         if call.kind != SPLIT:
             continue
-        calls = [of_group[rank][position] for rank in group]
+        calls = [group_calls[rank][position] for rank in group]
         for sender, mine in enumerate(calls):
             for receiver, theirs in enumerate(calls):
                 if mine.sent[receiver] != theirs.received[sender]:
@@ -203,7 +203,7 @@ def _wrong_split(
                     pair = (group[sender], group[receiver])
                     fewest = min(commonness[rank] for rank in pair)
                     odd = tuple(rank for rank in pair if commonness[rank] == fewest)
-                    at = _index(recordings[odd[0]], of_group[odd[0]][position])
+                    at = _index(recordings[odd[0]], group_calls[odd[0]][position])
                     return Fault(odd, group, at, mine.line, f"{call.phase}: {message}")
     return None
 

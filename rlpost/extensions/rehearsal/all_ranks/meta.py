@@ -22,13 +22,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._device import DeviceContext, _device_constructors
 
+from rlpost.config.extensions import check_trainer_without_gpus
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, PlacementError
-from rlpost.trainer import device, megatron_on_cpu, parallel
+from rlpost.trainer import device, parallel
 
 UNSUITABLE = frozenset(
     {
@@ -69,16 +71,16 @@ class MetaResults:
     def __init__(self) -> None:
         self.num_remembered = 0
         """Calls that torch did not compute."""
-        self._kinds: dict[Any, str] = {}
+        self._kinds: dict[object, str] = {}
         self._layouts: dict[tuple[object, ...], _Layouts] = {}
 
     def of(
         self,
-        func: Any,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        computed: Callable[..., Any] | None = None,
-    ) -> Any:
+        func: OpOverload,
+        args: tuple[object, ...],
+        options: dict[str, object],
+        computed: Callable[..., object] | None = None,
+    ) -> object:
         """The result of ``func``; ``computed(func, args, options)`` has those not remembered."""
         compute = computed or _computed
         kind = self._kinds.get(func)
@@ -107,7 +109,7 @@ class MetaResults:
         return result
 
 
-def _computed(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _computed(func: OpOverload, args: tuple[object, ...], options: dict[str, object]) -> object:
     return func(*args, **options)
 
 
@@ -118,7 +120,7 @@ class _Layouts:
     tensors: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     sequence: type | None
 
-    def made(self) -> Any:
+    def made(self) -> object:
         """New tensors of these layouts."""
         made = [
             torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -131,7 +133,7 @@ UNCHANGED = _Layouts((), None)
 """The layout of an operation that returns its first argument unchanged in layout."""
 
 
-def kind_of(func: Any) -> str:
+def kind_of(func: OpOverload) -> str:
     """Return how an operation's results may be remembered, by its schema and tags."""
     schema = func._schema
     if func.namespace not in NAMESPACES or UNSUITABLE.intersection(func.tags):
@@ -149,7 +151,7 @@ def kind_of(func: Any) -> str:
     return IN_PLACE if is_in_place else DIRECT
 
 
-def _flat(options: dict[str, Any]) -> list[object]:
+def _flat(options: dict[str, object]) -> list[object]:
     return [one for item in options.items() for one in item]
 
 
@@ -182,7 +184,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return (*where, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _layouts_of(result: Any, arguments: object) -> _Layouts | None:
+def _layouts_of(result: object, arguments: object) -> _Layouts | None:
     """The layouts of new tensors; None if one is not, or has more memory than its layout needs."""
     sequence = type(result) if type(result) in (list, tuple) else None
     tensors: Sequence[object] = result if isinstance(result, list | tuple) else [result]
@@ -240,6 +242,7 @@ def as_rank(
         raise ConfigError(
             "a rehearsal builds no tensor on a GPU; run it with CUDA_VISIBLE_DEVICES= (empty)"
         )
+    check_trainer_without_gpus()
     if dist.is_initialized():
         raise ConfigError(
             "this process has already joined process groups; rehearse in a separate process"
@@ -251,7 +254,6 @@ def as_rank(
     parallel.check_layout(config, world)
     with (
         patch.object(parallel_state, "create_group", _without_gloo()),
-        patch.object(megatron_on_cpu, "DEVICE", META.type),
         patch.object(device, "current", lambda: META),
     ):
         try:
@@ -274,7 +276,7 @@ def _without_gloo() -> Callable[..., object]:
     """
     create = parallel_state.create_group
 
-    def create_fake(ranks: object = None, **options: Any) -> object:
+    def create_fake(ranks: object = None, **options: object) -> object:
         return create(ranks, **(options | {"backend": None}))
 
     return create_fake
@@ -295,15 +297,17 @@ class MetaAsHost(TorchFunctionMode):
         self,
         function: Callable[..., object],
         types: Iterable[type],
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         options = kwargs or {}
         if function in self.answered or "generator" in options:
             return self.answer(function, args, options)
         return function(*args, **options)  # nearly all: reads of attributes come here too
 
-    def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
+    def answer(
+        self, function: Callable[..., object], args: tuple[Any, ...], options: dict[str, object]
+    ) -> object:
         """Call ``function``, or answer for it."""
         if function is _TYPE and len(args) == 1 and not options and args[0].is_meta:
             return torch.empty(0, dtype=args[0].dtype, device="cpu").type()
@@ -321,7 +325,9 @@ class _Building(MetaAsHost, DeviceContext):
 
     answered = MetaAsHost.answered | _device_constructors()
 
-    def answer(self, function: Callable[..., object], args: Any, options: dict[str, Any]) -> Any:
+    def answer(
+        self, function: Callable[..., object], args: tuple[Any, ...], options: dict[str, object]
+    ) -> object:
         """Call ``function`` without a generator, on the device."""
         if "generator" in options:
             options = {name: value for name, value in options.items() if name != "generator"}

@@ -139,10 +139,10 @@ def _without_files(
 ) -> Iterator[None]:
     """Context in which an actor is built without its weights, for a GPU of this size."""
     entries = {rank: one.entries for rank, one in facts.items()}
-    of_critics = {rank: one.critic.entries for rank, one in facts.items() if one.critic}
+    critic_entries = {rank: one.critic.entries for rank, one in facts.items() if one.critic}
 
     inventory = partial(inventory_of, gather=partial(_exchanged, entries))
-    inventory_of_critic = partial(value_inventory, gather=partial(_exchanged, of_critics))
+    inventory_of_critic = partial(value_inventory, gather=partial(_exchanged, critic_entries))
     with (
         patch.object(actor, "_read_initial_weights"),
         patch.object(actor_module, "HuggingFaceFolder", _folder),
@@ -322,9 +322,9 @@ def _held(actor: Actor) -> dict[str, int]:
     held: dict[str, int] = {}
     for name, tensors in parts.items():
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-        own = {key: tensor for key, tensor in storages.items() if key not in seen}
-        seen |= own.keys()
-        held[name] = sum(tensor.untyped_storage().nbytes() for tensor in own.values())
+        new = {key: tensor for key, tensor in storages.items() if key not in seen}
+        seen |= new.keys()
+        held[name] = sum(tensor.untyped_storage().nbytes() for tensor in new.values())
     return held
 
 
@@ -361,7 +361,7 @@ def run_cycle(
     each move, which changes the memory in use.
     """
     tensors = {part: list(held.tensors(part)) for part in PARTS}
-    before = {part: _places(of_part) for part, of_part in tensors.items()}
+    before = {part: _places(part_tensors) for part, part_tensors in tensors.items()}
     leaving = dict(held.offload(GRADS, OPTIMIZER))
     measured()
     send()
@@ -370,8 +370,8 @@ def run_cycle(
     stayed = [
         f"{len(places)} tensors of {sum(places.values())} bytes of the {part} stay on the device "
         "while engines generate"
-        for part, of_part in tensors.items()
-        if (places := _places(of_part))
+        for part, part_tensors in tensors.items()
+        if (places := _places(part_tensors))
     ]
     returning = dict(held.restore(*PARTS))
     measured()

@@ -17,9 +17,8 @@ from rlpost.algorithm.schedule import (
     schedule,
     sequence_work,
 )
-from rlpost.config.plan.rank_memory import forward_pass
 from rlpost.config.plan.shape import Shape
-from rlpost.config.plan.vision import image_tokens
+from rlpost.config.plan.vision import image_tokens, longest_sample
 from rlpost.config.tree import Config
 from rlpost.types import ImageSpan, MicroBatch, TrainBatch, TrainSample
 
@@ -48,7 +47,7 @@ def planned_step(config: Config, shape: Shape, *, limit: int | None = None) -> P
     Raises:
         ValueError: the samples cannot be distributed over the ranks.
     """
-    _, longest = forward_pass(config)
+    longest = longest_sample(config)
     lengths = planned_lengths(config, longest, multiple=length_multiple(config, shape))
     dealt = _schedule(config, lengths)
     multiple = config.micro_batch_multiple
@@ -70,7 +69,8 @@ def length_multiple(config: Config, shape: Shape) -> int:
     """The tokens of which a sample is a multiple; 1 for a dense model.
 
     Of n rows a rank sends n k copies, k to each of a row's experts. They spread evenly if the
-    number of experts divides n k. Context and tensor parallelism shard the rows of a sample.
+    number of experts divides n k. Context and tensor parallelism shard the rows of a sample, and a
+    context-parallel rank has two chunks of it.
     """
     if not shape.num_experts:
         return 1

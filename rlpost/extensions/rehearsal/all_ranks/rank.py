@@ -8,7 +8,8 @@ hold the same weights and shards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,37 +20,34 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
-from rlpost.extensions.rehearsal.all_ranks.coverage import EMBEDDING
 from rlpost.extensions.rehearsal.all_ranks.meta import as_rank, building
-from rlpost.extensions.rehearsal.all_ranks.rank_facts import (
-    CheckpointPart,
-    Memory,
-    RankFacts,
-    UpdateRole,
-    Weight,
-)
+from rlpost.extensions.rehearsal.all_ranks.rank_facts import Memory, RankFacts, UpdateRole, Weight
 from rlpost.models import names
 from rlpost.trainer import muon, optimizer, parallel
 from rlpost.trainer.critic import of_critic
 from rlpost.trainer.lora.adapters import adapted_layers
 from rlpost.trainer.model import build_model, inventory_of
 from rlpost.trainer.model_description import ModelDescription
-from rlpost.trainer.model_state import model_state
 from rlpost.trainer.torch_dist import optimizer_state
-from rlpost.trainer.torch_dist.shards import chunks_of
-from rlpost.trainer.torch_dist.written import (
-    OPTIMIZER_PREFIX,
-    Regions,
-    regions_of_model,
-    states_of,
-    written_weights,
-)
 from rlpost.trainer.value_model import build_value_model, value_inventory
 from rlpost.trainer.weights.inventory import OUTPUT_LAYER, Entry, Held, Inventory
 from rlpost.trainer.weights.low_rank import ADAPTER_A, ADAPTER_B
 
 Ranges = dict[torch.nn.Parameter, tuple[int, int]]
-MOMENTS = f"{OPTIMIZER_PREFIX}exp_avg."
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRank:
+    """The modules of a policy or critic on one rank, on the meta device, and what trains them."""
+
+    rank: int
+    config: Config
+    """The settings as on a GPU; those of a critic for the critic."""
+    chunks: Sequence[GPTModel]
+    inventory: Inventory
+    model: Sequence[Any]
+    """The chunks with their gradient buffers."""
+    adam: MegatronOptimizer
 
 
 def rehearse_rank(
@@ -60,6 +58,19 @@ def rehearse_rank(
     Raises ConfigError or PlacementError when the model or the number of ranks does not fit the
     layout.
     """
+    with built_rank(config, description, rank=rank, world=world) as built:
+        policy, *critics = map(facts_of, built)
+    return replace(policy, critic=critics[0]) if critics else policy
+
+
+@contextmanager
+def built_rank(
+    config: Config, description: ModelDescription, *, rank: int, world: int
+) -> Iterator[tuple[BuiltRank, ...]]:
+    """Build the policy of a rank, and its critic in a run with PPO; within, it is that rank.
+
+    Raises as ``rehearse_rank``.
+    """
     config = as_on_gpu(config)
     description.check_layout(config)
     num_stages = description.num_virtual_stages(config)
@@ -67,45 +78,49 @@ def rehearse_rank(
         with building():
             chunks = build_model(description, config)
         inventory = inventory_of(chunks, description, gather=_own_stage_alone)
-        policy = _facts(rank, chunks, inventory, config)
+        policy = _with_optimizer(rank, config, chunks, inventory)
         if not config.use_critic:
-            return policy
+            yield (policy,)
+            return
         critic = of_critic(config)
         with building():
             chunks = build_value_model(description, critic)
         inventory = value_inventory(chunks, description, gather=_own_stage_alone)
-        return replace(policy, critic=_facts(rank, chunks, inventory, critic))
+        yield policy, _with_optimizer(rank, critic, chunks, inventory)
 
 
-def _facts(
-    rank: int, chunks: Sequence[GPTModel], inventory: Inventory, config: Config
-) -> RankFacts:
-    """Wrap a model of this rank, build its optimizer, and list what both have."""
+def _with_optimizer(
+    rank: int, config: Config, chunks: Sequence[GPTModel], inventory: Inventory
+) -> BuiltRank:
     with building():
         model = optimizer.wrap(chunks, config)
         adam = optimizer.build(model, config)
         if config.optimizer.optimizer == "muon":
             muon.install(adam, inventory, config)
-    ranges = _optimizer_ranges(adam)
+    return BuiltRank(rank, config, chunks, inventory, model, adam)
+
+
+def facts_of(built: BuiltRank) -> RankFacts:
+    """List what a rank holds; call it within ``built_rank``."""
+    ranges = _optimizer_ranges(built.adam)
     return RankFacts(
-        rank=rank,
+        rank=built.rank,
         groups={
             kind: tuple(dist.get_process_group_ranks(group))
             for kind, group in (_other_groups() | _groups()).items()
         },
-        weights=tuple(_weight(held, ranges) for held in inventory.held.values()),
+        weights=tuple(_weight(held, ranges) for held in built.inventory.held.values()),
         num_parameters=sum(
-            parameter.numel() for chunk in chunks for parameter in chunk.parameters()
+            parameter.numel() for chunk in built.chunks for parameter in chunk.parameters()
         ),
-        entries=inventory.entries,
-        checkpoint=tuple(_checkpoint_parts(chunks, adam, config)),
-        memory=_memory(model, adam, config),
+        entries=built.inventory.entries,
+        memory=_memory(built.model, built.adam, built.config),
         update=UpdateRole(
-            stage=inventory.groups.pipeline.rank(),
+            stage=built.inventory.groups.pipeline.rank(),
             gathers=parallel.holds_first_copy(),
             is_source=parallel.is_source_of_stage(),
         ),
-        adapters=tuple(_adapters(chunks, inventory, ranges)),
+        adapters=tuple(_adapters(built.chunks, built.inventory, ranges)),
     )
 
 
@@ -124,7 +139,7 @@ def as_on_gpu(config: Config) -> Config:
 
 
 def _own_stage_alone(mine: list[Entry], group: dist.ProcessGroup) -> list[list[Entry]]:
-    """Return the entries of this stage; ``contradictions.update_plans`` joins those of all stages."""
+    """Return the entries of this stage."""
     return [mine]
 
 
@@ -170,7 +185,7 @@ def _weight(held: Held, ranges: Ranges) -> Weight:
         is_parameter=is_parameter,
         is_trained=is_parameter and held.tensor.requires_grad,
         is_tied_copy=held.rule.megatron == OUTPUT_LAYER
-        and held.rule.hugging_face[0].endswith(EMBEDDING),
+        and held.rule.hugging_face[0].endswith("embed_tokens.weight"),
         optimizer=ranges.get(held.tensor) if is_parameter else None,
     )
 
@@ -207,26 +222,6 @@ def _optimizer_ranges(adam: MegatronOptimizer) -> Ranges:
         state.parameter: (state.start, state.end)
         for state in optimizer_state.parameter_states(adam)
     }
-
-
-def _checkpoint_parts(
-    chunks: Sequence[torch.nn.Module], adam: MegatronOptimizer, config: Config
-) -> Iterator[CheckpointPart]:
-    """The boxes that this rank writes of the weights, and of the first moments."""
-    regions = regions_of_model(model_state(chunks))
-    states = [
-        shard
-        for shard in states_of(adam, regions, _on_first_replica(regions))
-        if shard.prefix == MOMENTS
-    ]
-    for shard in [*written_weights(regions), *states]:
-        for chunk in chunks_of(shard, max_bytes=config.checkpoint.save_buffer_bytes):
-            yield CheckpointPart(chunk.key, chunk.global_shape, chunk.offsets, chunk.sizes)
-
-
-def _on_first_replica(regions: Regions) -> set[torch.Tensor]:
-    """The parameters whose state this rank's replicas write; ``written_states`` queries them."""
-    return {tensor for tensor, found in regions.items() if not any(found[0].replica_id[:-1])}
 
 
 def _memory(model: Sequence[Any], adam: MegatronOptimizer, config: Config) -> Memory:

@@ -48,16 +48,6 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointPart:
-    """A box of one tensor of a checkpoint, which this rank writes."""
-
-    key: str
-    global_shape: Shape
-    offset: Shape
-    shape: Shape
-
-
-@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes that the rank allocates, except activations and Adam's moments."""
 
@@ -84,9 +74,8 @@ class RankFacts:
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
-    """The members of the rank's groups, by kind of group.
+    """The members of the rank's groups, by kind of group (``tensor``, ``expert_data``).
 
-    The kinds are those of ``rlpost.extensions.rehearsal.all_ranks.rank_coordinates.KINDS``.
     Megatron's other groups have their names in Megatron.
     """
     weights: tuple[Weight, ...]
@@ -94,8 +83,6 @@ class RankFacts:
     """Elements of all parameters of its modules."""
     entries: tuple[Entry, ...]
     """The weights of its pipeline stage, as the weight-update plan counts them."""
-    checkpoint: tuple[CheckpointPart, ...]
-    """Parts of the weights and of one optimizer state; the other states are sharded alike."""
     memory: Memory
     update: UpdateRole
     adapters: tuple[Weight, ...] = ()

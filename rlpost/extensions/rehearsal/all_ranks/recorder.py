@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,7 +83,7 @@ class CallRecorder(TorchDispatchMode):
         self._results = results
         self._topk = topk
         self._bytes = 0
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._is_silent = False
         self._operation = ""
 
@@ -121,8 +122,12 @@ class CallRecorder(TorchDispatchMode):
         return Recording(rank, tuple(self.calls), dict(self.peaks), held, offload)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         options = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args, options)
@@ -143,7 +148,9 @@ class CallRecorder(TorchDispatchMode):
                 self._count(tensor)
         return outputs
 
-    def _made(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _made(
+        self, func: OpOverload, args: tuple[object, ...], options: dict[str, object]
+    ) -> object:
         if self._results is None:
             return _on_one_device(func, args, options)
         return self._results.of(func, args, options, _on_one_device)
@@ -174,7 +181,9 @@ class CallRecorder(TorchDispatchMode):
         if self._bytes > self.peaks.get(self.phase, 0):
             self.peaks[self.phase] = self._bytes
 
-    def _collective(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _collective(
+        self, func: OpOverload, args: tuple[object, ...], options: dict[str, object]
+    ) -> object:
         name = func._schema.name.partition("::")[2]
         if name not in KINDS:
             raise RuntimeError(f"{_line()}: c10d.{name} is not recorded yet")
@@ -223,7 +232,7 @@ class CallRecorder(TorchDispatchMode):
         """``all_reduce`` that notes its operation, which an operation of c10d does not show."""
         original = dist.all_reduce
 
-        def call(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
+        def call(tensor: torch.Tensor, *args: object, **options: object) -> object:
             operation = options.get("op", args[0] if args else dist.ReduceOp.SUM)
             self._operation = str(operation).rpartition(".")[2]
             try:
@@ -236,7 +245,7 @@ class CallRecorder(TorchDispatchMode):
     def _of_objects(self, name: str) -> Callable[..., object]:
         original = getattr(dist, name)
 
-        def call(first: Any, *args: Any, **options: Any) -> object:
+        def call(first: list[object], *args: object, **options: object) -> object:
             group = options.get("group") or next(
                 (one for one in args if isinstance(one, dist.ProcessGroup)), dist.group.WORLD
             )
@@ -289,7 +298,9 @@ def check_floating(tensor: torch.Tensor) -> None:
         )
 
 
-def _on_one_device(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _on_one_device(
+    func: OpOverload, args: tuple[object, ...], options: dict[str, object]
+) -> object:
     """Compute an operation; if it also has tensors on meta, those of the host are moved there.
 
     A scalar may stay, as on a GPU. Copies between devices are left alone.

@@ -1,6 +1,6 @@
 """The result of a rehearsal: checks, memory by rank and phase, and the first fault. Pure.
 
-Input: recordings and contradictions. Output: rows for a table, bars for a terminal, and one object
+Input: recordings of all ranks. Output: rows for a table, bars for a terminal, and one object
 for programs.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from common.units import counted
-from rlpost.config.plan.estimate import RESERVE, PlannedRank
+from rlpost.config.extensions import RankEstimate
+from rlpost.config.plan.cards import RESERVE
 from rlpost.extensions.rehearsal.all_ranks.distributed_calls import TRAIN, UPDATE, Recording
 
 BAR = 40
@@ -22,7 +23,7 @@ class RehearsalCheck:
 
     Attributes:
         name: the question.
-        faults: one line for each contradiction; empty when there is none.
+        faults: one line each; empty when there is none.
         extent: what was compared.
     """
 
@@ -164,7 +165,7 @@ def fullest(result: RehearsalResult) -> MemoryUse:
 
 
 def compared_parts(
-    memory: Sequence[MemoryUse], ranks: Sequence[PlannedRank]
+    memory: Sequence[MemoryUse], ranks: Sequence[RankEstimate]
 ) -> tuple[Compared, ...]:
     """Compare the rank that is fullest while it trains with the planner's of its stage.
 
@@ -174,18 +175,15 @@ def compared_parts(
     """
     most = max(memory, key=lambda one: one.peaks[TRAIN])
     planned = ranks[most.rank * len(ranks) // len(memory)]
-    of_critic = sum(size for part, size in most.held.items() if part.startswith("critic"))
+    critic_bytes = sum(size for part, size in most.held.items() if part.startswith("critic"))
     passing = most.peaks[TRAIN] - sum(most.held.values())
-    comparisons = [
-        Compared("weights", planned.held.weights, most.held["weights"]),
-        Compared("gradients", planned.held.gradients, most.held["gradients"]),
-        Compared("optimizer", planned.held.optimizer, most.held["optimizer"]),
-        Compared("activations, logits", planned.passing.peak, passing),
-        Compared("all while training", planned.train - planned.context, most.peaks[TRAIN]),
-    ]
-    if of_critic:
-        comparisons.insert(3, Compared("critic", planned.critic.total, of_critic))
-    return tuple(comparisons)
+    rehearsed = {name: most.held[name] for name in ("weights", "gradients", "optimizer")}
+    if critic_bytes:
+        rehearsed["critic"] = critic_bytes
+    rehearsed["activations, logits"] = passing
+    parts = [Compared(name, planned.parts.get(name, 0), size) for name, size in rehearsed.items()]
+    whole = Compared("all while training", planned.total - planned.context, most.peaks[TRAIN])
+    return (*parts, whole)
 
 
 def bars(result: RehearsalResult) -> list[str]:

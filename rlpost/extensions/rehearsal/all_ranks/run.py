@@ -10,26 +10,17 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 from common.units import counted
-from rlpost.config.plan.estimate import estimate
+from rlpost.config import extensions
+from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
-from rlpost.extensions.rehearsal.all_ranks import contradictions, coverage, critic
-from rlpost.extensions.rehearsal.all_ranks.contradictions import (
-    Expected,
-    Plan,
-    expected_of,
-    update_plans,
-)
 from rlpost.extensions.rehearsal.all_ranks.distributed_calls import Recording
 from rlpost.extensions.rehearsal.all_ranks.hangs import hangs
 from rlpost.extensions.rehearsal.all_ranks.meta import MetaResults
-from rlpost.extensions.rehearsal.all_ranks.other_layout import load_check
 from rlpost.extensions.rehearsal.all_ranks.phases import Phases, rehearse_phases
 from rlpost.extensions.rehearsal.all_ranks.planned import PlannedStep, planned_step
-from rlpost.extensions.rehearsal.all_ranks.published import Published, published
 from rlpost.extensions.rehearsal.all_ranks.rank import rehearse_rank
 from rlpost.extensions.rehearsal.all_ranks.rank_facts import RankFacts
 from rlpost.extensions.rehearsal.all_ranks.result import (
@@ -62,27 +53,43 @@ class RehearsalOptions:
     micro_batches: int | None = None
 
 
+def build_ranks(config: Config) -> dict[int, RankFacts]:
+    """Build all ranks, one after another; a rank of a large model takes a third of a second.
+
+    Raises:
+        ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
+    """
+    description, world = description_of(config), config.actor_world_size
+    return {
+        rank: rehearse_rank(config, description, rank=rank, world=world) for rank in range(world)
+    }
+
+
 def rehearse_run(
-    config: Config, options: RehearsalOptions, *, say: Say = lambda _: None
+    config: Config,
+    options: RehearsalOptions,
+    *,
+    facts: Facts | None = None,
+    say: Say = lambda _: None,
 ) -> RehearsalResult:
     """Rehearse a run.
 
-    ``say`` is called with the name of each step before it runs.
+    Args:
+        config: its settings.
+        options: see there.
+        facts: about every rank, where they are built already.
+        say: is called with the name of each step before it runs.
 
     Raises:
         ConfigError, PlacementError, WeightError: the model or the ranks do not fit the layout.
     """
     started = time.monotonic()
+    estimate = extensions.rank_memory()
     description, world = description_of(config), config.actor_world_size
-    file_config = description.file_config or description.hf_config
-    expected = expected_of(config, file_config, description.family)
-    policy = published(file_config, description.family) if config.use_critic else expected.published
-    step = planned_step(config, expected.shape, limit=options.micro_batches)
+    shape = replace(hf_shape(description.hf_config), mtp=config.grpo.enable_mtp_training)
+    step = planned_step(config, shape, limit=options.micro_batches)
     say(f"building {counted(world, 'rank')}")
-    facts = {
-        rank: rehearse_rank(config, description, rank=rank, world=world) for rank in range(world)
-    }
-    plans = update_plans(facts, config, gpu_bytes=options.gpu_bytes)
+    facts = facts or build_ranks(config)
     phases = Phases(
         step.batch,
         step.log_prob_batch,
@@ -108,18 +115,13 @@ def rehearse_run(
         memory_use(one, offloaded_fraction=_offloaded(config))
         for one in recorded.recordings.values()
     )
-    say("a checkpoint at another layout")
-    perf = config.perf.model_copy(update={"transformer_impl": "local"})
-    local = config.model_copy(update={"perf": perf})
-    plan = partial(estimate, shape=expected.shape, gpu_bytes=options.gpu_bytes)
+    planned = max(estimate(config, shape, options.gpu_bytes, True), key=lambda rank: rank.total)
     return RehearsalResult(
         checks=(
-            *_built(facts, plans, expected, policy),
             _schedule_check(step),
             _hangs(recorded),
-            load_check(config, facts),
             *([offload_check(recorded.recordings.values())] if phases.offloads else []),
-            memory_check(memory, options.gpu_bytes, context=plan(config).fullest.context),
+            memory_check(memory, options.gpu_bytes, context=planned.context),
         ),
         memory=memory,
         classes=recorded.classes,
@@ -127,56 +129,11 @@ def rehearse_run(
         num_calls=sum(len(one.calls) for one in recorded.recordings.values()),
         micro_batches=(len(step.batch.micro_batches), step.num_micro_batches[0]),
         gpu_bytes=options.gpu_bytes,
-        planned_bytes=plan(config).fullest.train,
-        compared=compared_parts(memory, plan(local).ranks),
+        planned_bytes=planned.total,
+        compared=compared_parts(memory, estimate(config, shape, options.gpu_bytes, False)),
         seconds=time.monotonic() - started,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-
-
-def _built(
-    facts: Facts, plans: Mapping[int, Plan], expected: Expected, policy: Published
-) -> list[RehearsalCheck]:
-    """The checks of what every rank built; ``policy`` has no layer for multi-token prediction."""
-    layout, model = expected.layout, expected.published
-    spread = expected.config.perf.use_distributed_optimizer
-    ranks, tensors = counted(len(facts), "rank"), counted(len(model.tensors), "tensor")
-    weights = [
-        *coverage.weight_problems(facts, layout, expected.shape, model),
-        *contradictions.parameter_problems(facts, expected),
-        *contradictions.adapter_problems(facts, expected),
-        *critic.weight_problems(facts, expected, policy),
-    ]
-    update = [
-        *contradictions.plan_problems(facts, plans, expected),
-        *contradictions.sender_problems(facts, layout),
-    ]
-    buckets = f"{tensors} in {counted(len(plans[0]), 'bucket')}, {counted(expected.config.num_engines, 'engine')}"
-    return [
-        RehearsalCheck(
-            "groups of the layout", tuple(contradictions.group_problems(facts, layout)), ranks
-        ),
-        RehearsalCheck("each weight on its ranks, once", tuple(weights), tensors),
-        RehearsalCheck(
-            "optimizer state of each weight, once",
-            (
-                *coverage.optimizer_problems(facts, spread=spread),
-                *critic.optimizer_problems(facts, spread=spread),
-            ),
-            ranks,
-        ),
-        RehearsalCheck("each weight to each engine, once", tuple(update), buckets),
-        RehearsalCheck(
-            "each part of a checkpoint, once",
-            (
-                *coverage.checkpoint_problems(
-                    facts, layout, model, num_adapted=contradictions.num_adapted(expected)
-                ),
-                *critic.checkpoint_problems(facts, expected, policy),
-            ),
-            f"{sum(len(one.checkpoint) for one in facts.values())} parts",
-        ),
-    ]
 
 
 def _schedule_check(step: PlannedStep) -> RehearsalCheck:

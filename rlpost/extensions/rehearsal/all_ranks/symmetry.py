@@ -55,7 +55,7 @@ def record(
     recordings: dict[int, Recording] = {}
     ran: list[int] = []
     rank_classes = classes(facts, all_gather=all_gather)
-    groups = {rank: of_rank.groups for rank, of_rank in facts.items()}
+    groups = {rank: rank_facts.groups for rank, rank_facts in facts.items()}
     for members in rank_classes:
         first, last = members[0], members[-1]
         chosen = members if all_ranks else dict.fromkeys((first, last))

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 # Interleaved rotary embedding (two), latent attention (three), and YaRN (two).
 WITHOUT_ROTARY_KERNEL = (
     "glm_z1_9b", "glm4-0414", "deepseek-v3-moe", LATENT_MTP, "glm4.7-flash-moe", "qwen3-long", "gpt-oss-moe",
+    "qwen3_vl_4b_geo3k",  # positions of images
 )  # fmt: skip
 WITHOUT_FUSED_ACTIVATION = {
     "local": ("gemma3", "gpt-oss-moe"),
@@ -148,17 +149,13 @@ REFUSED = {
     "adam in narrow types, local layers": ("--exp-avg-dtype fp8 needs TransformerEngine", None),
     "experts, every kernel, local layers": (
         "true needs TransformerEngine (its kernel sorts tokens by expert), which is not installed on this node",
-        "true needs TransformerEngine (its kernel sorts tokens by expert), which --transformer-impl local rules out",
+        "true needs TransformerEngine (its kernel sorts tokens by expert), whose layers have no adapters (--lora-rank)",
     ),
     "adam on the host": (None, None),
     "adam on the host, types of its own": (
         "excludes --optimizer-cpu-offload, whose state is float32",
     )
     * 2,
-    "the engine": (
-        "--transformer-impl transformer_engine: TransformerEngine is not installed",
-        None,
-    ),
     "experts, no word of kernels": (None, None),
     "experts, every kernel": ("--moe-permute-fusion true needs TransformerEngine", None),
     "no rope fusion": (None, None),

@@ -5,7 +5,7 @@ The first word of the driver that is not the batch script's own is the behaviour
 
     done | config | failed      leave this verdict at once
     wait                        wait for STOP (which TERM and USR2 to the agent make too), then leave ``requeue``
-    slow-save                   the same, with four seconds between them
+    slow-save                   the same, and between them wait for the file ``saved``
     wait-once                   the same on attempt 0; ``done`` on later ones
     crash                       die without a verdict
     no-package                  die as an agent whose package is not installed
@@ -38,9 +38,9 @@ def write(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def wait_for_stop(attempt_dir: Path) -> None:
+def wait_for(file: Path) -> None:
     end = time.monotonic() + DEADLINE_S
-    while not (attempt_dir / "STOP").exists() and time.monotonic() < end:
+    while not file.exists() and time.monotonic() < end:
         time.sleep(0.05)
 
 
@@ -79,9 +79,9 @@ def main() -> int:
         if behaviour == "wait-once" and attempt_dir.name != "0":
             verdict = "done"
         else:
-            wait_for_stop(attempt_dir)
+            wait_for(attempt_dir / "STOP")
         if behaviour == "slow-save":
-            time.sleep(4)
+            wait_for(attempt_dir / "saved")
     is_first = attempt_dir.name == "0"
     if behaviour == "commit-requeue":
         with (attempt_dir.parents[1] / "ledger.jsonl").open("a") as ledger:

@@ -16,14 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session
 
-from rlpost.cli.assets.fetch import Fetcher, lease
-from rlpost.cli.assets.hub import Hub
-from rlpost.cli.assets.store import RECORD, AssetStatus, inspect, write_record
-from rlpost.cli.assets.wanted import Asset
-from rlpost.cli.fetch import main
 from rlpost.cli.main import main as command_line
 from rlpost.errors import AssetError, ConfigError
+from rlpost.extensions.fetching.assets.fetch import Fetcher, lease
+from rlpost.extensions.fetching.assets.hub import Hub
+from rlpost.extensions.fetching.assets.store import RECORD, AssetStatus, inspect, write_record
+from rlpost.extensions.fetching.assets.wanted import Asset
+from rlpost.extensions.fetching.fetch_verb import main
 from tests.unit.cli.assets.hub_server import COMMIT, FakeHub
 
 ROOT = Path(__file__).parents[4]
@@ -56,12 +57,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", "/nonexistent")
-    monkeypatch.setattr("rlpost.cli.assets.fetch.POLL_S", 0.02)
+    monkeypatch.setattr("rlpost.extensions.fetching.assets.fetch.POLL_S", 0.02)
     with FakeHub(
         {"models/org/Model": dict(FILES), "datasets/org/set": {"set.jsonl": b"{}\n"}}
     ).running() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         yield running
+        close_session()  # of the client, which keeps its connections
 
 
 def get(
@@ -185,8 +187,8 @@ def test_a_lock_of_another_node_holds_as_long_as_its_heartbeat(tmp_path, monkeyp
     counts.
     """
     path, lines = tmp_path / "Model.lock", []
-    monkeypatch.setattr("rlpost.cli.assets.fetch.STALE_S", 1.5)
-    monkeypatch.setattr("rlpost.cli.assets.fetch.BEAT_S", 0.1)
+    monkeypatch.setattr("rlpost.extensions.fetching.assets.fetch.STALE_S", 1.5)
+    monkeypatch.setattr("rlpost.extensions.fetching.assets.fetch.BEAT_S", 0.1)
     with lease(path, 0, print) as check:
         ours = path.read_text()
         with (

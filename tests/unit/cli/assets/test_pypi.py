@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli.assets.pypi import PACKAGES, _tokenizer, make_from_pypi
-from rlpost.cli.assets.store import RECORD, STAGES
-from rlpost.cli.assets.wanted import Asset
-from rlpost.cli.fetch import main
 from rlpost.errors import AssetError
+from rlpost.extensions.fetching.assets.pypi import PACKAGES, _tokenizer, make_from_pypi
+from rlpost.extensions.fetching.assets.store import RECORD, STAGES
+from rlpost.extensions.fetching.assets.wanted import Asset
+from rlpost.extensions.fetching.fetch_verb import main
 from tests.ports import free_port
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"

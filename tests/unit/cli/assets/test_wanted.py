@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.assets.wanted import Asset, HubFile, chosen, from_elsewhere, wanted
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
+from rlpost.extensions.fetching.assets.wanted import Asset, HubFile, chosen, from_elsewhere, wanted
 from tests.unit.jobs.assets import MODELS
 
 RECIPES = sorted(path.stem for path in (JOBS / "recipes").glob("*.toml") if path.stem != "tiny")

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.driver.spare_engines import SpareEngines
 from rlpost.engines.answer import Answer
 from rlpost.engines.connection import Connection, Failure, RunEngines
-from rlpost.engines.own_membership import MAX_RESTARTS
+from rlpost.engines.own_membership import MAX_ABANDONED, MAX_RESTARTS
 from rlpost.engines.places import Place, Places
 from rlpost.errors import EngineDied, SyncError
 
@@ -107,7 +108,9 @@ class World:
 
     current: ClassVar[World]
 
-    def __init__(self) -> None:
+    def __init__(self, starts_s: Sequence[float] = (START_S,)) -> None:
+        """``starts_s``: seconds of the starts of processes, in order and again from the first."""
+        self.starts_s = cycle(starts_s)
         self.servers: dict[str, Server] = {}
         self.sent: int | None = None
         """The version of the last update that ended: all that serve have it."""
@@ -194,13 +197,16 @@ class Processes:
         assert method == "start"
         ((host, port),) = arguments
         World.current.starts[self._index] += 1
-        most = 2 * MAX_RESTARTS + 1  # once more for a node that is lost meanwhile
+        # those that it causes, others in a broadcast, and one for a node that is lost
+        most = MAX_RESTARTS + MAX_ABANDONED + 1
         assert World.current.starts[self._index] <= most, "restarted again and again"
         if self._server is not None:  # from a start that was cancelled
             self._server.ended.set()
-        await asyncio.sleep(START_S)
-        if World.current.bad_starts[self._index]:
-            World.current.bad_starts[self._index] -= 1
+        is_bad = World.current.bad_starts[self._index] > 0
+        World.current.bad_starts[self._index] -= is_bad
+        start_s = next(World.current.starts_s)
+        await asyncio.sleep(min(start_s, START_S) if is_bad else start_s)
+        if is_bad:
             World.current.failures[self._index] += 1
             raise EngineDied(f"engine-{self._index} ended by itself (exit code 1)")
         self._server = World.current.servers[f"http://{host}:{port}"] = Server(self._index)
@@ -231,6 +237,7 @@ class Client:
     url: str
     api_key: str
     timeout_s: float = 60.0
+    selector: str = "all"
 
     async def _server(self) -> Server:
         server = await World.current.ask(self.url, self.timeout_s)
@@ -374,8 +381,10 @@ class Stop(StopRequest):
 class Scene:
     """A run: its engines, their health, its requests; and the failures that happen to it."""
 
-    def __init__(self, *, colocate: bool, over_nccl: bool) -> None:
-        self.world, self.colocate = World(), colocate
+    def __init__(
+        self, *, colocate: bool, over_nccl: bool, starts_s: Sequence[float] = (START_S,)
+    ) -> None:
+        self.world, self.colocate = World(starts_s), colocate
         loop = asyncio.get_running_loop()
         config = _config(colocate)
         slots = [(Slot(f"id{one}", f"10.0.0.{one + 1}", 1),) for one in range(NUM_ENGINES)]

@@ -18,6 +18,7 @@ from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.workers import StandbyWorker
 from rlpost.engines.engine_client import EngineClient
 from rlpost.engines.engine_side_weights import connection_name
+from rlpost.engines.shard_mover import SLICES
 
 SETTINGS = {"model_path": "/m", "server_args": {"nccl_port": 1}, "num_gpus": 1, "node_rank": 0}
 
@@ -147,6 +148,7 @@ async def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
     monkeypatch.setattr(Group, "made", [])
     monkeypatch.setattr(own_engines, "WorkerGroup", Group)
     (tmp_path / "secret").write_text("key")
+    (unformed := tmp_path / SLICES / connection_name(0, 1)).mkdir(parents=True)
     node = Node("n0", "127.0.0.1", "lo", 3)
     cluster = Cluster("", str(tmp_path), (node,), 20000, 100, incarnation=incarnation)
     async with Server() as first, Server() as second, Server() as third:
@@ -157,6 +159,7 @@ async def test_a_later_driver_starts_only_engines_that_it_cannot_adopt(
         ports = Ports(tuple(one.port for one in servers), (1, 1, 1), 4, ())
         fleet = OwnEngines(load([], {}).config, cluster, placement, ports)
         await fleet.start(())
+    assert unformed.exists() == (incarnation == 0), "adopted engines would wait for the group"
     assert all(group.outlives for group in Group.made)
     calls = [(group.handle is not None, group.calls) for group in Group.made]
     if incarnation == 0:

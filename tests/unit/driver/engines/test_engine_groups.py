@@ -14,10 +14,10 @@ from rlpost.driver.engines import own_engines
 from rlpost.driver.engines.engine_groups import EngineGroups
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.driver.preemption import StopRequest
-from rlpost.engines.fleet.fleet_folder import FleetFolder
-from rlpost.engines.fleet.records import EngineRecord, EngineState, LeaseState
 from rlpost.engines.group_client import EngineClients
 from rlpost.engines.own_membership import MAX_RESTARTS, GiveUp, OwnMembership, Start
+from rlpost.extensions.fleet.fleet_folder import FleetFolder
+from rlpost.extensions.fleet.records import EngineRecord, EngineState, LeaseState
 from tests.unit.driver.engines.test_own_engines import FakeGroup
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
 

@@ -5,6 +5,8 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlpost.config.load import load
 from rlpost.driver.engines.engine_events import EngineEvents
@@ -14,6 +16,7 @@ from rlpost.driver.preemption import StopRequest
 from rlpost.driver.worker_groups import ActorGroup
 from rlpost.engines.own_membership import MAX_RESTARTS, OwnMembership
 from rlpost.errors import EngineDied, Preempted, RolloutError, SyncError
+from tests.unit.driver.engines.engine_world import Stop, VirtualLoop
 
 INTERVAL_S = 0.01
 
@@ -93,10 +96,11 @@ def watch_over(
     check_others=lambda _: None,
     events=None,
     weights_onloaded=contextlib.nullcontext,
+    interval_s=INTERVAL_S,
     **cluster,
 ):
     config = load(
-        [], {"cluster": cluster, "sglang": {"rollout_health_check_interval": INTERVAL_S}}
+        [], {"cluster": cluster, "sglang": {"rollout_health_check_interval": interval_s}}
     ).config
     weights = FakeWeights(fleet, failures, are_stuck=are_stuck)
     return EngineHealth(
@@ -166,9 +170,11 @@ async def test_a_start_that_fails_is_tried_again_up_to_the_limit(num_failures):
 
     class Failing(FakeFleet):
         async def restart(self, index):
-            await super().restart(index)
-            if self.log.count("restart 1") <= num_failures:
-                raise EngineDied("engine-1 ended by itself (exit code 1)")
+            if self.log.count("restart 1") == num_failures:
+                return await super().restart(index)
+            self.log.append(f"restart {index}")
+            self.sick.discard(index)
+            raise EngineDied("engine-1 ended by itself (exit code 1)")
 
     fleet = Failing()
     watch = watch_over(fleet)
@@ -308,6 +314,13 @@ async def test_an_update_that_fails_although_all_engines_answer_is_an_error():
     with pytest.raises(SyncError):
         await updated(watch_over(fleet, failures=1), 7)
     assert fleet.log == ["update 7 abort"]
+
+
+async def test_engines_that_answer_although_a_failed_update_blocks_them_are_restarted():
+    fleet = FakeFleet()
+    await updated(watch_over(fleet, failures=1, are_stuck=True), 7)
+    assert {f"restart {number}" for number in range(fleet.num_engines)} <= {*fleet.log}
+    assert fleet.log.count("update 7 abort") == 2
 
 
 async def test_an_engine_on_shared_gpus_is_dismissed_at_once_and_restarted_with_the_next_update():
@@ -512,6 +525,39 @@ async def test_a_run_without_its_own_engines_checks_those_of_the_fleet():
 
     await watch.over(generate())
     assert set(seen) == {0} and fleet.log == ["update 1 abort"]
+
+
+@given(
+    batches=st.lists(st.integers(1, 3 * 120), min_size=1, max_size=20),  # quarters of a second
+    idle=st.integers(0, 60),
+)
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_engines_are_checked_once_per_interval_however_it_is_split_into_batches(batches, idle):
+    """A check that is due between two batches is made as soon as the next one begins."""
+    times, spans = [], []
+
+    async def run():
+        now = asyncio.get_running_loop().time
+        health = watch_over(
+            FakeFleet(),
+            stop=Stop(),
+            check_others=lambda _: times.append(now()),
+            interval_s=30.0,
+        )
+        for quarters in batches:
+            begin = now()
+            await health.over(asyncio.sleep(quarters / 4 + 1e-3))  # not to end at a check
+            spans.append((begin, now()))
+            await asyncio.sleep(idle / 4)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+    expected, due = [], 30.0
+    for begin, end in spans:
+        while max(begin, due) < end:
+            expected.append(max(begin, due))
+            due = expected[-1] + 30.0
+    assert times == expected
 
 
 async def test_a_wait_for_fleet_engines_that_takes_too_long_ends_generation():

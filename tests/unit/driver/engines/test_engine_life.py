@@ -49,7 +49,7 @@ class Forward:
 
 def found_dead_at(engine, until_s=20_000.0):
     """Check an engine periodically; return when it counted as dead, None if never."""
-    life, now = EngineLife("http://engine"), 0.0
+    life, now = EngineLife("http://engine", INTERVAL_S), 0.0
     while now < until_s:
         began, now = now + INTERVAL_S, now + INTERVAL_S + TIMEOUT_S
         if not engine.is_silent(began, now):
@@ -89,7 +89,7 @@ def test_an_engine_that_hangs_is_found_in_time(engine, within_s):
 
 def test_without_cpu_time_an_engine_has_a_multiple_of_its_longest_silence_since_its_restart():
     """Such as a pass on a device whose process waits for it without computing."""
-    life, longest_s = EngineLife("http://engine"), 100.0
+    life, longest_s = EngineLife("http://engine", INTERVAL_S), 100.0
     assert life.silent(0.0, longest_s, NO_LOAD) is None
     life.note_pass(longest_s)
     limit_s = SLOWER_IDLE * longest_s
@@ -97,6 +97,31 @@ def test_without_cpu_time_an_engine_has_a_multiple_of_its_longest_silence_since_
     assert life.silent(200.0, 200.0 + limit_s, HUNG) is not None
     life.forget_silence()
     assert life.silent(1000.0, 999.0 + limit_s, HUNG) is None
+
+
+@pytest.mark.parametrize("training_s", [0.0, 600.0, 3600.0])
+@pytest.mark.parametrize("checks_a_batch", [1, 2, 100])
+def test_time_in_which_no_engine_is_checked_is_no_silence(training_s, checks_a_batch):
+    """An engine is found dead after as many checks, however long the policy is trained between."""
+
+    def checks_until_dead(training_s):
+        life, now = EngineLife("http://engine", INTERVAL_S), 0.0
+        for number in range(1, 100):
+            now += INTERVAL_S + (training_s if number % checks_a_batch == 0 else 0)
+            if life.silent(now, now + TIMEOUT_S, NO_LOAD) is not None:
+                return number
+            now += TIMEOUT_S
+        return None
+
+    assert checks_until_dead(training_s) == checks_until_dead(0.0)
+
+
+def test_time_in_which_no_engine_is_checked_lengthens_no_limit():
+    life = EngineLife("http://engine", INTERVAL_S)
+    assert life.silent(0.0, TIMEOUT_S, NO_LOAD) is None
+    life.note_pass(3600.0)
+    limit_s = SLOWER_IDLE * (TIMEOUT_S + INTERVAL_S)
+    assert life.silent(4000.0, 4000.0 + limit_s, HUNG) is not None
 
 
 class Silent(FakeEngine):
@@ -120,7 +145,8 @@ def checked(engine, *, times=1):
 
     async def run():
         async with serving(engine):
-            client, life = EngineClient(engine.url, KEY, timeout_s=0.5), EngineLife(engine.url)
+            client = EngineClient(engine.url, KEY, timeout_s=0.5)
+            life = EngineLife(engine.url, INTERVAL_S)
             return [await check_engine(client, life) for _ in range(times)]
 
     return asyncio.run(run())

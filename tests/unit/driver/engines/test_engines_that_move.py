@@ -97,6 +97,7 @@ async def test_a_restart_in_progress_is_awaited_and_not_repeated(scene):
     assert scene.log == ["start 1 at http://10.0.0.3:1"] and not restarting.done()
     scene.may_start.set()
     await restarting
+    scene.fleet.members.lost([1])
     await scene.fleet.restart(1)  # a later restart starts the engine again
     assert len(scene.log) == 2
 

@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from common.bounded import cancel_all
-from rlpost.engines.own_membership import MAX_RESTARTS
+from rlpost.engines.own_membership import MAX_ABANDONED, MAX_RESTARTS
 from rlpost.errors import EngineDied, SyncError
 from tests.unit.driver.engines.engine_world import NUM_ENGINES, Scene, VirtualLoop, stand_ins
 
 REQUESTS = 6
 EVENTS = ("die", "hang", "start_badly", "lose_node", "evaluate")
 SECOND_UPDATE = range(8 * 4, 11 * 4)  # when it runs if nothing happened before, in quarters
+QUARTERS = st.integers(0, 240) | st.sampled_from(SECOND_UPDATE)
 EVENT = st.tuples(
-    st.integers(0, 240).map(lambda quarter: quarter / 4),  # seconds since the first update
+    QUARTERS.map(lambda quarter: quarter / 4),  # seconds since the first update
     st.sampled_from(EVENTS),
     st.integers(0, NUM_ENGINES - 1),
 )
@@ -97,7 +98,8 @@ def check_end(program, error):
     scene, world = program.scene, program.scene.world
     if error is not None:
         all_failed = len(world.failures) == NUM_ENGINES and "no engine is left" in str(error)
-        assert all_failed or max(world.failures.values()) > MAX_RESTARTS, error
+        too_many = "broadcasts" in str(error) and world.failures.total() > MAX_ABANDONED
+        assert all_failed or too_many or max(world.failures.values()) > MAX_RESTARTS, error
         return
     assert all(world.read[number] == 1 for number in range(program.asked))
     assert scene.engines.members.serving == [*range(NUM_ENGINES)]
@@ -124,6 +126,32 @@ def check_end(program, error):
 )
 def test_in_no_order_of_failures_an_engine_serves_other_weights(events, colocate, over_nccl):
     check_end(*run(events, colocate=colocate, over_nccl=over_nccl))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@given(
+    events=st.lists(
+        st.tuples(
+            st.integers(4 * 4, 24 * 4).map(lambda quarter: quarter / 4),
+            st.sampled_from(("start_badly", "lose_node")),
+            st.integers(0, NUM_ENGINES - 1),
+        ),
+        min_size=3,
+        max_size=7,
+    ),
+    starts_s=st.lists(st.sampled_from((0.5, 2.0, 10.0, 40.0)), min_size=1, max_size=4),
+)
+@example(  # a start fails while a node is lost, and others take longer
+    events=[
+        (8.75, "lose_node", 2),
+        (10.5, "start_badly", 2),
+        (11.0, "lose_node", 0),
+        (20.0, "start_badly", 1),
+    ],
+    starts_s=[40.0, 0.5, 10.0, 10.0],
+)
+def test_a_start_that_fails_leaves_none_of_the_others_behind(events, starts_s):
+    check_end(*run(events, colocate=False, over_nccl=True, starts_s=starts_s))
 
 
 @pytest.mark.parametrize("quarter", SECOND_UPDATE)

@@ -303,7 +303,7 @@ async def test_engines_that_are_lent_get_neither_requests_nor_weights_until_they
     assert fleet.lend(1) == [2]
     await runners[2].cleanup()
     assert 2 not in await fleet.unhealthy(generating=False), "paused, while it reads weights"
-    fleet.members.evaluates([1, 2])
+    fleet.members.evaluates([1, 2], 5)
     assert fleet.members.lent == [2], "1 is not lent"
     assert 2 in await fleet.unhealthy(generating=False)
     await fleet.dismiss(2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from scipy import stats
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import AutoTokenizer
 
 from rlpost.config.groups.rollout import RolloutConfig
@@ -116,6 +117,66 @@ def test_the_marks_of_all_chat_templates_are_special() -> None:
     for each in {*marks, "<SPECIAL_11>"}:
         assert special.is_in(each), each
         assert not special.is_in(special.defuse(f"x{each}y"))
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_no_form_of_a_special_token_survives_the_normalizer_of_a_tokenizer(
+    is_normalized: bool,
+) -> None:
+    """A token that is found in the normalized text, where wide letters have become plain."""
+    token = AddedToken("<|im_end|>", special=True, normalized=is_normalized)
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "?": 1}, merges=[], unk_token="?"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
+    tokenizer.add_special_tokens([token])
+    special, found = SpecialText([token.content]), 0
+    dice = random.Random(3)
+    for _ in range(400):
+        wide = [chr(ord(each) + 0xFEE0) if dice.random() < 0.3 else each for each in token.content]
+        split = [
+            dice.choice(["", "", "\u200b", "\u00ad", "\ufeff", "\x01"]) + each for each in wide
+        ]
+        text = dice.choice(["", token.content, "a\u00b2"]) + "".join(split)
+        found += 2 in tokenizer.encode(text).ids
+        assert special.is_in(text)
+        assert 2 not in tokenizer.encode(special.defuse(text)).ids, ascii(text)
+    assert found > 100
+    assert special.defuse("x\u00b2 \uff1c") == "x\u00b2 \uff1c", "other text stays as it is"
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "</s>"])
+def test_around_a_special_token_all_other_characters_are_kept(token: str) -> None:
+    """Powers, fractions, ligatures, accents and formats keep their meaning: only spaces are added."""
+    special, dice, among = SpecialText([token]), random.Random(9), 0
+    forms = [
+        token,
+        "".join(chr(ord(each) + 0xFEE0) for each in token),
+        f"{token[0]}\x01{token[1:]}",
+        f"{token[:2]}\u200b{token[2:]}",
+    ]
+    others = [
+        "x\u00b2",
+        " = 2\u2075",
+        "\u00bd",
+        "\ufb01",
+        "e\u0301",
+        "\u226e",
+        "\x02",
+        "\u200d",
+        "<",
+        "\ufdfa",
+    ]
+    for _ in range(300):
+        text = "".join(dice.choices([*others, *forms], k=6))
+        left, among = iter(text), among + special.is_in(text)
+        expected, added = next(left, None), []
+        for each in (defused := special.defuse(text)):
+            if each == expected:
+                expected = next(left, None)
+            else:
+                added.append(each)
+        assert expected is None and {*added} <= {" "}, (ascii(text), ascii(defused))
+        assert not special.is_in(defused)
+    assert among > 200
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,8 +2,11 @@
 
 import pytest
 
+from rlpost.config.extensions import text_rewards
 from rlpost.errors import ConfigError
 from rlpost.tasks.reward.registry import REWARDS, is_isolated, reward_function
+
+NAMES = [*REWARDS, *text_rewards(REWARDS)]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def test_an_unknown_reward_is_refused_with_the_known_names() -> None:
     with pytest.raises(ConfigError) as error:
         reward_function("exact_mach")
     assert "did you mean 'exact_match'" in str(error.value)
-    assert all(name in str(error.value) for name in REWARDS)
+    assert all(name in str(error.value) for name in NAMES)
     assert "remote_rm" in str(error.value)
     with pytest.raises(ConfigError, match="did you mean 'math'"):
         reward_function("boxed_maths")
@@ -62,7 +65,7 @@ def test_the_prefix_boxed_scores_the_content_of_the_last_box(
 
 
 def test_rewards_that_run_sympy_or_foreign_patterns_are_isolated() -> None:
-    assert {name for name in REWARDS if is_isolated(name)} == {"deepscaler", "math", "ifeval"}
+    assert {name for name in NAMES if is_isolated(name)} == {"deepscaler", "math", "ifeval"}
     assert is_isolated("boxed_math")
     assert not is_isolated("boxed_f1")
 

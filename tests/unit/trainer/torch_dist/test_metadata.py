@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from rlpost.errors import CheckpointError
-from rlpost.trainer.checkpoint_keys import fit_to_checkpoint
+from rlpost.trainer.checkpoint_keys import stored_keys
 from rlpost.trainer.torch_dist.reader import StoredTensors, read_metadata
 from rlpost.trainer.torch_dist.shards import Chunk, Shard
 
@@ -47,7 +47,7 @@ def megatron_reader() -> Any:
 
 READERS: dict[str, Callable[[str], object]] = {
     "ours": StoredTensors,
-    "of keys": lambda folder: fit_to_checkpoint({}, folder),
+    "of keys": stored_keys,
     "of torch": lambda folder: dcp.FileSystemReader(folder).read_metadata(),
     "of Megatron": lambda folder: megatron_reader()(folder).read_metadata(),
 }

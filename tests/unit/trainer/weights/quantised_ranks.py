@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions, to_hugging_face
 from rlpost.trainer.weights import exporter as exporter_code
-from rlpost.trainer.weights import folder_export, layouts
+from rlpost.trainer.weights import folder_export, layouts, whole_tensors
 from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.inventory import Groups, Inventory
 from rlpost.trainer.weights.quantise import BlockFp8
@@ -132,9 +132,8 @@ def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, dim: int |
 
 def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any) -> None:
     """For each case gather everything in FP8; put what came, and the bytes that this rank gave to
-    collectives. Then hash and export everything, as ranks of two hosts; ``folder`` is the template.
+    collectives. Then hash and export everything; ``folder`` is the template.
     """
-    folder_export._host = lambda: f"host{rank}"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -161,11 +160,21 @@ def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any)
             }
         given_here: dict[str, Any] = dict(given)
         with recorded_digests() as hashed:
-            given_here["hash"] = exporter_code.weights_hash(exporter, max_bytes=10**6)
+            given["received"] = 0
+            given_here["hash"] = whole_tensors.weights_hash(inventory, max_bytes=10**5)
+            given_here["received for the hash"] = given["received"]
         target = folder / case.name
         with recorded_files() as wrote:
-            folder_export.export_folder(exporter, target, template=folder, shard_bytes=10**6)
+            given["received"] = 0
+            folder_export.export_folder(
+                exporter, target, template=folder, shard_bytes=10**6, bucket_bytes=10**5
+            )
+            given_here["received for files"] = given["received"]
         given_here |= {"hashed": hashed, "folder": str(target), "wrote": wrote}
+        given_here["plan"] = [
+            [name for entry in bucket for name in entry.hugging_face]
+            for bucket in exporter.plan(10**6)
+        ]
         results.put((case.name, rank, found, given_here))
     dist.barrier()
     dist.destroy_process_group()
@@ -175,41 +184,41 @@ def run(rank: int, port: int, cases: Sequence[Case], folder: Path, results: Any)
 def recorded_files() -> Iterator[list[str]]:
     """Record the files that this rank writes."""
     names: list[str] = []
-    save = folder_export.save_tensors
+    file_class = folder_export.TensorFile
 
-    def recorded(tensors: Mapping[str, torch.Tensor], folder: Path, name: str) -> None:
-        names.append(name)
-        save(tensors, folder, name)
+    def recorded(path: Path, tensors: Any) -> Any:
+        names.append(path.name)
+        return file_class(path, tensors)
 
-    folder_export.save_tensors = recorded
+    folder_export.TensorFile = recorded
     try:
         yield names
     finally:
-        folder_export.save_tensors = save
+        folder_export.TensorFile = file_class
 
 
 @contextmanager
 def recorded_digests() -> Iterator[list[str]]:
     """Record the tensors that this rank hashes."""
     names: list[str] = []
-    digest = exporter_code._digest
+    digest = whole_tensors._digest
 
     def recorded(name: str, tensor: torch.Tensor) -> str:
         names.append(name)
         return digest(name, tensor)
 
-    exporter_code._digest = recorded
+    whole_tensors._digest = recorded
     try:
         yield names
     finally:
-        exporter_code._digest = digest
+        whole_tensors._digest = digest
 
 
 def count_bytes() -> dict[str, int]:
-    """From now on: what this rank gives to gathers and broadcasts, and how many elements it
-    quantises.
+    """From now on: what this rank gives to gathers and broadcasts, how many elements it quantises,
+    and what it receives in exchanges.
     """
-    given = {"all_gather": 0, "broadcast": 0, "quantised": 0}
+    given = {"all_gather": 0, "broadcast": 0, "quantised": 0, "received": 0}
     quantise = exporter_code.quantise
 
     def counted_quantise(weight: torch.Tensor, block: tuple[int, int], **rule: Any) -> Any:
@@ -227,5 +236,15 @@ def count_bytes() -> dict[str, int]:
         given["broadcast"] += tensor.nbytes
         return broadcast(tensor, **how)
 
-    dist.all_gather, dist.broadcast = counted_gather, counted_broadcast
+    p2p_operation = dist.P2POp
+
+    def counted_operation(act: Any, tensor: torch.Tensor, **how: Any) -> Any:
+        given["received"] += tensor.nbytes * (act is dist.irecv)
+        return p2p_operation(act, tensor, **how)
+
+    dist.all_gather, dist.broadcast, dist.P2POp = (
+        counted_gather,
+        counted_broadcast,
+        counted_operation,
+    )
     return given

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.tasks.tokenizer import VOCABULARIES
 from rlpost.trainer.weights.hf_folder import (
     ASSET_RECORD,
     DTYPES,
@@ -78,6 +79,13 @@ CODE = {
     "modeling_x.py": "",
     "setup.py": "",
 }
+
+
+def test_every_file_by_which_a_tokenizer_is_known_is_exported(tmp_path: Path) -> None:
+    """exo#1024: a folder of Kimi-K2 was copied without its tiktoken.model."""
+    for name in VOCABULARIES:
+        (tmp_path / name).touch()
+    assert {file.name for file in tokenizer_files(tmp_path)} == {*VOCABULARIES}
 
 
 def test_code_is_exported_if_auto_map_names_it_with_what_it_imports(tmp_path: Path) -> None:

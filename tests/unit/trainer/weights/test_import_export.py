@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import multiprocessing
+import re
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
-from rlpost.errors import WeightError
+from rlpost.errors import CheckpointError, WeightError
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions
 from rlpost.trainer import weight_files
-from rlpost.trainer.weights.exporter import Exporter, describe, weights_hash
-from rlpost.trainer.weights.folder_export import Share, export_folder, writers_of
+from rlpost.trainer.weights.box_exchange import BoxExchange
+from rlpost.trainer.weights.exporter import Exporter, describe
+from rlpost.trainer.weights.folder_export import _Files, export_folder
 from rlpost.trainer.weights.importer import HuggingFaceFolder, import_weights
 from rlpost.trainer.weights.inventory import Groups, Inventory
+from rlpost.trainer.weights.safetensors_files import TensorFile
+from rlpost.trainer.weights.whole_tensors import weights_hash
 from tests.ports import free_port
 from tests.unit.trainer.weights import quantised_ranks
 from tests.unit.trainer.weights.quantised_ranks import (
@@ -32,6 +36,7 @@ from tests.unit.trainer.weights.quantised_ranks import (
     hugging_face,
     quantisation,
 )
+from tests.weights_hash import hash_of
 
 DIMS = Dimensions(num_query_groups=2, head_dim=4, vocab_size=11)
 HIDDEN, ROWS = 6, 10
@@ -138,47 +143,62 @@ def test_weights_survive_import_and_export_in_any_number_of_files(tmp_path, num_
         assert all(name in load_file(out / file) for name, file in weight_map.items())
 
 
-def test_a_template_that_cannot_be_read_fails_before_any_gather(tmp_path, monkeypatch):
-    """On every rank: none waits for another one in a gather."""
+@pytest.fixture
+def exchanged(monkeypatch):
+    """For each bucket that is exchanged, the number of buckets."""
+    counts = []
+    transfer = BoxExchange.transfer
+
+    def counted(boxes, operations):
+        counts.append(len(boxes))
+        transfer(boxes, operations)
+
+    monkeypatch.setattr(BoxExchange, "transfer", counted)
+    return counts
+
+
+def fails(*_, **__):
+    raise OSError("stale file handle")
+
+
+def test_a_template_that_cannot_be_read_fails_before_any_exchange(tmp_path, monkeypatch, exchanged):
+    """On every rank: none waits for another one in an exchange."""
     write_folder(tmp_path)
     exporter = exporter_of(filled(megatron_model(), tmp_path))
-    gathered = []
-    gather = exporter.gather
-
-    def counted(bucket, **options):
-        gathered.append(bucket)
-        return gather(bucket, **options)
-
-    def unreadable(source, inventory):
-        raise OSError("stale file handle")
-
-    monkeypatch.setattr(exporter, "gather", counted)
-    monkeypatch.setattr("rlpost.trainer.weights.folder_export._not_gathered", unreadable)
-    with pytest.raises(OSError, match="stale file handle"):
+    monkeypatch.setattr("rlpost.trainer.weights.folder_export._not_exchanged", fails)
+    with pytest.raises(CheckpointError, match="stale file handle"):
         export_folder(exporter, tmp_path / "out", template=tmp_path, shard_bytes=600)
-    assert not gathered and not (tmp_path / "out").exists()
+    assert not exchanged and not (tmp_path / "out").exists()
 
 
-def test_a_file_that_cannot_be_written_fails_after_all_gathers(tmp_path, monkeypatch):
-    """The other ranks wait for this one in each gather."""
+def test_a_file_that_cannot_be_written_ends_the_exchange(tmp_path, monkeypatch, exchanged):
+    """A bucket is written while the next one is exchanged."""
     write_folder(tmp_path)
     exporter = exporter_of(filled(megatron_model(), tmp_path))
-    gathered, written = [], []
-    gather = exporter.gather
+    monkeypatch.setattr(TensorFile, "write", fails)
+    with pytest.raises(CheckpointError, match="stale file handle"):
+        export_folder(
+            exporter, tmp_path / "out", template=tmp_path, shard_bytes=600, bucket_bytes=300
+        )
+    assert len(exchanged) == 2 < exchanged[0]
+    assert not list((tmp_path / "out").glob("model*.safetensors"))
 
-    def counted(bucket, **options):
-        gathered.append(bucket)
-        return gather(bucket, **options)
 
-    def full_disk(tensors, folder, name):
-        written.append(name)
-        raise OSError("No space left on device")
+@pytest.mark.parametrize("lost", [slice(None, 1), slice(None)])
+def test_an_export_without_a_tensor_fails(tmp_path, monkeypatch, lost):
+    """A file that lacks one stays without a name, and one that lacks all is not created."""
+    names = list(write_folder(tmp_path))[lost]
+    exporter = exporter_of(filled(megatron_model(), tmp_path))
+    write = _Files.write
 
-    monkeypatch.setattr(exporter, "gather", counted)
-    monkeypatch.setattr("rlpost.trainer.weights.folder_export.save_tensors", full_disk)
-    with pytest.raises(OSError, match="No space left on device"):
+    def write_others(files, tensors):
+        write(files, {name: tensors[name] for name in tensors.keys() - set(names)})
+
+    monkeypatch.setattr(_Files, "write", write_others)
+    count = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+    with pytest.raises(CheckpointError, match=rf"{count} did not .*, {min(names)} first"):
         export_folder(exporter, tmp_path / "out", template=tmp_path, shard_bytes=600)
-    assert tuple(gathered) == tuple(exporter.plan(600)) and len(written) == 1
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
 def test_an_export_carries_tokenizer_and_configuration_with_the_dtype_of_its_weights(tmp_path):
@@ -225,20 +245,51 @@ def test_gathered_tensors_match_the_description_of_their_bucket():
 def test_the_hash_depends_on_the_weights_and_not_on_the_buckets(tmp_path):
     write_folder(tmp_path)
     model = filled(megatron_model(), tmp_path)
-    before = weights_hash(exporter_of(model), max_bytes=10**9)
-    assert weights_hash(exporter_of(model), max_bytes=300) == before
+    before = weights_hash(inventory_of(model), max_bytes=10**9)
+    assert weights_hash(inventory_of(model), max_bytes=300) == before
     with torch.no_grad():
         model.get_parameter("decoder.final_layernorm.weight")[3] += 1e-6
-    assert weights_hash(exporter_of(model), max_bytes=10**9) != before
+    assert weights_hash(inventory_of(model), max_bytes=10**9) != before
 
 
-def test_a_tied_model_ignores_a_copy_of_the_embedding(tmp_path):
+def test_a_tied_model_has_no_other_output_layer(tmp_path):
+    """transformers#42612: the output layer of a folder was replaced by its embedding in silence."""
     tensors = write_folder(tmp_path)
+    embedding = tensors["model.embed_tokens.weight"]
+    with pytest.raises(WeightError, match=r"lm_head\.weight that differs .* set it to false"):
+        filled(megatron_model(tied=True), tmp_path)
+    copied = tensors | {"lm_head.weight": embedding.clone()}
+    save_file(copied, tmp_path / "model.safetensors")
     model = filled(megatron_model(tied=True), tmp_path)
-    assert torch.equal(
-        model.get_parameter("embedding.word_embeddings.weight").detach(),
-        tensors["model.embed_tokens.weight"],
-    )
+    assert torch.equal(model.get_parameter("embedding.word_embeddings.weight").detach(), embedding)
+
+
+@pytest.mark.parametrize("finer", [torch.float32, torch.float16])
+def test_weights_with_more_bits_than_the_others_are_named(tmp_path, caplog, finer):
+    """ms-swift#9412: those of Qwen3.5 in float32 were trained in bfloat16 in silence."""
+    tensors = write_folder(tmp_path)
+    model = megatron_model().to(torch.bfloat16)
+    filled(model, tmp_path)
+    assert not caplog.messages, "a folder in float32"
+    norm = "model.norm.weight"
+    mixed = {
+        name: one.to(finer if name == norm else torch.bfloat16) for name, one in tensors.items()
+    }
+    save_file(mixed, tmp_path / "model.safetensors")
+    filled(model, tmp_path)
+    (message,) = caplog.messages
+    assert "1 weight of this rank, model.norm.weight first" in message and "bfloat16" in message
+
+    class WithNewWeight(HuggingFaceFolder):
+        """As for the value head of a critic, which the folder of a policy lacks."""
+
+        def read(self, name, *, expert=None):
+            return tensors[norm] if name == norm else super().read(name, expert=expert)
+
+    del mixed[norm]
+    save_file(mixed, tmp_path / "model.safetensors")
+    import_weights(inventory_of(model), WithNewWeight(tmp_path))
+    assert len(caplog.messages) == 1
 
 
 def test_a_missing_tensor_is_named(tmp_path):
@@ -247,12 +298,15 @@ def test_a_missing_tensor_is_named(tmp_path):
         filled(megatron_model(), tmp_path)
 
 
-def test_an_unused_tensor_is_named(tmp_path):
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
+def test_an_unused_tensor_is_named(tmp_path, architecture):
+    """Also in a family with layers after the last, where config.json has too few layers."""
     write_folder(tmp_path, [*HUGGING_FACE_SHAPES, "model.layers.1.mlp.up_proj.weight"])
     with pytest.raises(
         WeightError, match=r"1 tensors that .*'model\.layers\.1\.mlp\.up_proj\.weight'"
     ):
-        filled(megatron_model(), tmp_path)
+        inventory = inventory_of(megatron_model(), architecture)
+        import_weights(inventory, HuggingFaceFolder(tmp_path))
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
@@ -262,6 +316,29 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path):
         tensors | {"model.norm.weight": torch.ones(HIDDEN + 1)}, tmp_path / "model.safetensors"
     )
     with pytest.raises(WeightError, match=r"model\.norm\.weight .*\(7,\).*\(6,\)"):
+        filled(megatron_model(), tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [10, 12])
+def test_a_vocabulary_of_other_size_is_no_padding(tmp_path, vocab_size):
+    """With two tensor-parallel ranks, 11 rows are padded to the 12 of either."""
+    write_folder(tmp_path)
+    inventory = inventory_of(megatron_model())
+    inventory.dims = dataclasses.replace(DIMS, vocab_size=vocab_size)
+    with pytest.raises(
+        WeightError, match=f"has 11 rows, and config.json vocab_size = {vocab_size}"
+    ):
+        import_weights(inventory, HuggingFaceFolder(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_without_scales_are_refused(tmp_path, dtype):
+    tensors = write_folder(tmp_path)
+    changed = tensors | {"model.norm.weight": tensors["model.norm.weight"].to(dtype)}
+    save_file(changed, tmp_path / "model.safetensors")
+    with pytest.raises(
+        WeightError, match=r"model\.norm\.weight is stored as (int8|float8_e4m3fn) without"
+    ):
         filled(megatron_model(), tmp_path)
 
 
@@ -339,8 +416,8 @@ def test_an_import_holds_the_tensors_of_one_parameter_at_a_time(tmp_path, monkey
     alive = {"now": 0, "most": 0, "read": 0}
     read = HuggingFaceFolder.read
 
-    def watched(self: HuggingFaceFolder, name: str) -> torch.Tensor:
-        tensor = read(self, name)
+    def watched(self: HuggingFaceFolder, name: str, **part: Any) -> torch.Tensor:
+        tensor = read(self, name, **part)
         for key in ("now", "read"):
             alive[key] += tensor.nbytes
         alive["most"] = max(alive["most"], alive["now"])
@@ -362,7 +439,9 @@ def test_a_rank_reads_only_the_tensors_of_its_stage(tmp_path, monkeypatch):
     names: list[str] = []
     read = HuggingFaceFolder.read
     monkeypatch.setattr(
-        HuggingFaceFolder, "read", lambda self, name: names.append(name) or read(self, name)
+        HuggingFaceFolder,
+        "read",
+        lambda self, name, **part: names.append(name) or read(self, name, **part),
     )
     inventory = inventory_of(megatron_model())
     inventory.held = {
@@ -494,42 +573,58 @@ def test_a_rank_without_a_result_quantises_only_what_it_sends(gathered, wanted):
 
 
 @pytest.mark.parametrize("case", [case.name for case in CASES])
-def test_every_host_of_a_stage_writes_a_part_of_an_export(gathered, case):
-    """Together the files are those that one rank would write."""
+def test_ranks_of_a_stage_divide_the_files_of_an_export(gathered, case):
+    """Together the files are those that one rank would write, byte for byte."""
     ranks = [given for _, given in gathered[case]]
-    assert all(given["wrote"] for given in ranks)
-    assert not {*ranks[0]["wrote"]} & {*ranks[1]["wrote"]}
+    wrote = [given["wrote"] for given in ranks]
+    assert all(wrote) and not {*wrote[0]} & {*wrote[1]}
     folder = Path(ranks[0]["folder"])
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert sorted([*ranks[0]["wrote"], *ranks[1]["wrote"]]) == sorted(
-        {*index["weight_map"].values()}
-    )
+    files = sorted({*index["weight_map"].values()})
+    assert sorted([*wrote[0], *wrote[1]]) == files
     expected = hugging_face()
-    exported = {}
-    for file in {*index["weight_map"].values()}:
-        exported |= load_file(folder / file)
-    assert exported.keys() == index["weight_map"].keys() == expected.keys()
-    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert index["weight_map"].keys() == expected.keys()
+    for file, names in zip(files, ranks[0]["plan"], strict=True):
+        written = (folder / file).read_bytes()
+        assert written == save({name: expected[name] for name in names}, {"format": "pt"})
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in expected.values())
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Tiny"]
+    for rank, given in enumerate(ranks):
+        own = [name for name, file in index["weight_map"].items() if file in wrote[rank]]
+        assert given["received for files"] == lacking(own, rank, case)
 
 
-def test_one_rank_of_each_host_writes_the_tensors_of_its_stage():
-    shares = [Share(stage, host) for stage in (0, 1) for host in "aabb"]
-    shares += [Share(1, "c")]
-    assert writers_of(shares, 0) == [0, 2] and writers_of(shares, 1) == [4, 6, 8]
+def lacking(names, rank, case):
+    """Bytes of tensors that a rank does not hold."""
+    expected, total = hugging_face(), 0
+    for name in names:
+        if case == "pp2" or name.endswith(("norm.weight", "mlp.gate.weight")):
+            continue
+        expert = re.search(r"experts\.(\d)", name)
+        held = 1 / WORLD if expert is None else int(expert[1]) // 2 == rank
+        total += round(expected[name].nbytes * (1 - held))
+    return total
 
 
 def test_ranks_divide_the_tensors_of_a_hash_that_is_the_same_at_every_layout(gathered):
     """One digest a tensor, of its name, type, shape and bytes; the hash is that of all digests."""
-    digests = []
-    for name, tensor in sorted(hugging_face().items()):
-        head = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        digests.append(hashlib.sha256(head + content).hexdigest())
-    whole = hashlib.sha256("".join(digests).encode()).hexdigest()
-    for ranks in gathered.values():
+    whole = hash_of(hugging_face())
+    for case, ranks in gathered.items():
         hashed = [given["hashed"] for _, given in ranks]
         assert sorted([*hashed[0], *hashed[1]]) == sorted(hugging_face())
-        assert all(hashed), "each rank hashes a part"
-        assert [given["hash"] for _, given in ranks] == [whole] * WORLD
+        for rank, (_, given) in enumerate(ranks):
+            assert given["hash"] == whole
+            assert given["received for the hash"] == lacking(hashed[rank], rank, case)
+            experts = [name for name in hashed[rank] if ".experts." in name]
+            assert hashed[rank] and not lacking(experts, rank, case)
+
+
+def test_a_folder_with_the_names_of_modules_is_refused_with_the_remedy(tmp_path):
+    """LlamaFactory#8338: transformers saves such a folder again with the same names."""
+    tensors = {"model.language_model.embed_tokens.weight": torch.zeros(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        WeightError, match=r"rename model.language_model. to model. and model.visual"
+    ):
+        HuggingFaceFolder(tmp_path).read("model.embed_tokens.weight")

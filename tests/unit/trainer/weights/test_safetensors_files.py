@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from rlpost.errors import WeightError
-from rlpost.trainer.weights.safetensors_files import INDEX, SINGLE, file_problems, tensor_files
+from rlpost.trainer.weights.safetensors_files import (
+    INDEX,
+    SINGLE,
+    WRITTEN,
+    TensorFile,
+    file_problems,
+    tensor_files,
+)
 
 TENSORS = {"a": torch.arange(24.0).reshape(4, 6), "b.c": torch.ones(3, dtype=torch.bfloat16)}
 
@@ -133,3 +140,25 @@ def test_a_pointer_of_git_lfs_is_named_with_its_remedy(tmp_path):
     (tmp_path / "model.safetensors").write_text(text)
     (problem,) = file_problems(tmp_path)
     assert "model.safetensors: is a pointer of git LFS" in problem and "git lfs pull" in problem
+
+
+def test_a_file_written_tensor_by_tensor_has_the_bytes_of_the_librarys(tmp_path):
+    """In any order; it appears once all tensors are written."""
+    tensors = {
+        f'{shape}.{dtype}.é"': torch.randn(shape).to(getattr(torch, dtype))
+        for dtype in reversed(WRITTEN)
+        for shape in ((3, 5), (), (7,), (0, 2))
+    }
+    path = tmp_path / SINGLE
+    described = {
+        name: (tuple(one.shape), str(one.dtype).removeprefix("torch."))
+        for name, one in tensors.items()
+    }
+    unfinished = TensorFile(path, described)
+    unfinished.close()
+    assert not path.exists()
+    file = TensorFile(path, described)
+    for name, one in tensors.items():
+        file.write(name, memoryview(one.flatten().view(torch.uint8).numpy()))
+    file.close()
+    assert path.read_bytes() == save(tensors, {"format": "pt"})

@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.terminal import visible_output
-from rlpost.config.keys import resolve_references
 from rlpost.errors import RlpostError
 from rlpost.extensions.agents.environments.harbor.roots import BUILD
 from rlpost.extensions.agents.environments.harbor.runnable import RunnableTask
 from rlpost.extensions.agents.environments.harbor.tasks import HarborTask
 from rlpost.extensions.agents.environments.harbor.trial import Trial
 from rlpost.extensions.agents.environments.of_harbor import options_of, prompts, sort_tasks
+from rlpost.extensions.agents.references import resolve_references
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.local import Root
 from rlpost.extensions.agents.sandbox.pool import LocalPool

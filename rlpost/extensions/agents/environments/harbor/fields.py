@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+Table = Mapping[str, Any]
+"""A table of a task.toml; its values are checked where they are read."""
 DEFAULT_SECONDS = 600.0  # Harbor's default for the verifier
 SIZES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -43,7 +45,7 @@ FIELDS: Mapping[str, set[str]] = {
 """Fields of task.toml by table; a task with others is skipped."""
 
 
-def unknown_fields(settings: Mapping[str, Any]) -> list[str]:
+def unknown_fields(settings: Table) -> list[str]:
     """Return the fields of task.toml that no part of this reader knows, as dotted names.
 
     >>> unknown_fields({"agent": {"timeout_sec": 1.0, "budget": 2}, "metadata": {"any": 1}})
@@ -60,7 +62,7 @@ def unknown_fields(settings: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _tables(values: Any, path: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+def _tables(values: Any, path: Sequence[str]) -> Iterator[Table]:
     """Yield the tables at a path, through all entries of arrays."""
     if isinstance(values, list):
         for each in values:
@@ -71,7 +73,7 @@ def _tables(values: Any, path: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         yield from _tables(inner, path[1:])
 
 
-def has_network(phase: Mapping[str, Any], environment: Mapping[str, Any]) -> bool:
+def has_network(phase: Table, environment: Table) -> bool:
     """Return whether a phase may use a network: its own mode, else that of its environment."""
     mode = phase.get("network_mode") or environment.get("network_mode")
     if mode is None:
@@ -79,24 +81,24 @@ def has_network(phase: Mapping[str, Any], environment: Mapping[str, Any]) -> boo
     return bool(mode != "no-network")
 
 
-def cores_of(environment: Mapping[str, Any]) -> int | None:
+def cores_of(environment: Table) -> int | None:
     """Return the CPUs of an environment, rounded up; None if it names none."""
     cores = environment.get("cpus")
     return None if cores is None else max(1, math.ceil(cores))
 
 
-def memory_of(environment: Mapping[str, Any]) -> int | None:
+def memory_of(environment: Table) -> int | None:
     """Return the memory of an environment in MiB; None if it names none."""
     return mib_of(environment.get("memory_mb", environment.get("memory")))
 
 
-def is_separate(verifier: Mapping[str, Any]) -> bool:
+def is_separate(verifier: Table) -> bool:
     """Return whether a verifier has its own root."""
     mode = verifier.get("environment_mode")
     return mode == "separate" or (mode is None and "environment" in verifier)
 
 
-def image_of(environment: Mapping[str, Any]) -> str | None:
+def image_of(environment: Table) -> str | None:
     """Return ``docker_image``. Raises ValueError unless it is a text."""
     image = environment.get("docker_image")
     if image is not None and not isinstance(image, str):
@@ -104,12 +106,12 @@ def image_of(environment: Mapping[str, Any]) -> str | None:
     return image
 
 
-def has_excludes(artifacts: Sequence[str | Mapping[str, Any]]) -> bool:
+def has_excludes(artifacts: Sequence[str | Table]) -> bool:
     """Return whether an artifact leaves some of its files out."""
     return any(not isinstance(each, str) and bool(each.get("exclude")) for each in artifacts)
 
 
-def artifact_paths(entries: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...]:
+def artifact_paths(entries: Sequence[str | Table]) -> tuple[str, ...]:
     """Return the paths that a separate verifier gets of the agent, with the one that always counts.
 
     Raises ValueError for one that is not absolute, is that of another service or would reach tests.

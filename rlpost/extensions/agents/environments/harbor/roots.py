@@ -201,14 +201,14 @@ async def upload(sandbox: Sandbox, files: Sequence[CopiedFile], folder: str, *, 
 def files_below(folder: Path) -> list[CopiedFile]:
     """Return everything below a folder of this node; links are not followed.
 
-    Raises UploadFailed for a special file, one of more than FILE_BYTES, or a folder that is a link
-    out of its parent.
+    Raises UploadFailed for a special file, one of more than FILE_BYTES, a folder that is a link out
+    of its parent, or folders that are nested too deep to be listed.
     """
     try:
         below(folder.parent, folder.name)
-    except OutsideFolder as error:
-        raise UploadFailed(str(error)) from error
-    paths = sorted(folder.rglob("*"))
+        paths = sorted(folder.rglob("*"))
+    except (OutsideFolder, OSError, RecursionError) as error:
+        raise UploadFailed(f"{folder}: {error}") from error
     return [_file(path, path.relative_to(folder).as_posix()) for path in paths]
 
 

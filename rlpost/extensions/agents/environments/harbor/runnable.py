@@ -46,21 +46,21 @@ class RunnableTask:
     verifier_roots: tuple[TaskRoot, ...]
     options: TrialOptions
 
-    def limits(self, base: Limits, step: HarborStep | None = None) -> Limits:
-        """Return the limits of its sandboxes: those of the pool, with the task's own.
+    def limits(self, base: Limits, step: HarborStep, *, for_verifier: bool = False) -> Limits:
+        """Return the limits of a step's sandbox: those of the pool, with the task's own.
 
-        A task that forbids the network has none, also where the pool's sandboxes have one.
+        A step that forbids the network has none, also where the pool's sandboxes have one.
 
         Args:
-            step: whose verifier gets the sandbox; None: the agent gets it.
+            for_verifier: the step's verifier gets the sandbox, not the agent.
         """
         task = self.task
         seconds = max(max(each.agent_seconds, each.verifier_seconds) for each in task.steps)
         cores, memory_mib = task.cores, task.memory_mib
-        network = base.network and task.steps[0].network  # that of all steps
-        if step is not None:
+        network = base.network and step.network
+        if for_verifier:
             cores, memory_mib = step.verifier_cores, step.verifier_memory_mib
-            network = base.network and step.verifier_network
+            network = self.options.verifier_network or (base.network and step.verifier_network)
         return replace(
             base,
             wall_seconds=seconds,
@@ -68,7 +68,7 @@ class RunnableTask:
             lifetime_seconds=LIFETIME_SECONDS,
             cores=cores or base.cores,
             memory_mib=memory_mib or base.memory_mib,
-            network=network or (step is not None and self.options.verifier_network),
+            network=network,
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from common.files import check_path
 from rlpost.extensions.agents.environments.harbor.fields import (
     DEFAULT_SECONDS,
+    Table,
     artifact_paths,
     cores_of,
     has_excludes,
@@ -96,7 +97,7 @@ class HarborStep:
     health_check: HealthCheck | None = None
 
 
-def step_tables(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def step_tables(settings: Table) -> list[Table]:
     """Return the tables of ``[[steps]]``, which name folders. Raises ValueError."""
     steps = settings.get("steps") or []
     if not isinstance(steps, list) or len(steps) > MAX_STEPS:
@@ -111,7 +112,7 @@ def step_tables(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return steps
 
 
-def folder_of_step(table: Mapping[str, Any]) -> str:
+def folder_of_step(table: Table) -> str:
     """Return the folder of a step, relative to the task's."""
     return f"steps/{table['name']}"
 
@@ -122,14 +123,14 @@ class _Tables:
 
     prefix: str
     """Of the step's files: '', or steps/NAME/."""
-    own: Mapping[str, Any]
-    agent: tuple[Mapping[str, Any], Mapping[str, Any]]
-    verifier: tuple[Mapping[str, Any], Mapping[str, Any]]
-    environment: Mapping[str, Any]
-    artifacts: Sequence[str | Mapping[str, Any]]
+    own: Table
+    agent: tuple[Table, Table]
+    verifier: tuple[Table, Table]
+    environment: Table
+    artifacts: Sequence[str | Table]
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], step: Mapping[str, Any] | None) -> _Tables:
+    def of(cls, settings: Table, step: Table | None) -> _Tables:
         """Return those of a step; None: the task has no steps."""
         own = step or {}
         return cls(
@@ -149,15 +150,15 @@ class _Tables:
         return is_separate(step if says else task)
 
     @property
-    def verifier_environment(self) -> Mapping[str, Any]:
+    def verifier_environment(self) -> Table:
         """The environment of the verifier."""
         if not self.is_separate:
             return self.environment
-        own: Mapping[str, Any] | None = last_of(self.verifier, "environment")
+        own: Table | None = last_of(self.verifier, "environment")
         return self.environment if own is None else own
 
 
-def last_of(tables: Sequence[Mapping[str, Any]], name: str) -> Any:
+def last_of(tables: Sequence[Table], name: str) -> Any:
     """Return the value of the last table that has one; None if none has."""
     values = [each[name] for each in tables if each.get(name) is not None]
     return values[-1] if values else None
@@ -171,7 +172,7 @@ def parse_steps(
     ``root``: of the agent. Raises ValueError, TypeError, AttributeError.
     """
     steps, lacking = list[HarborStep](), list[str]()
-    declared: list[Mapping[str, Any] | None] = [*step_tables(files.settings)]
+    declared: list[Table | None] = [*step_tables(files.settings)]
     for each in declared or [None]:
         tables = _Tables.of(files.settings, each)
         variables = {**tables.verifier[0].get("env", {}), **tables.verifier[1].get("env", {})}
@@ -180,8 +181,6 @@ def parse_steps(
         needs = list(_lacking(step, tables, files, unknown))
         steps.append(step)
         lacking += needs if each is None else [f"step {step.name}: {what}" for what in needs]
-    if len({step.network for step in steps}) > 1:
-        lacking.append("a network in some of its steps alone")
     return tuple(steps), lacking
 
 
@@ -236,7 +235,7 @@ def _verifier_root(
     return verifier_root(task, root, environment, candidates, files)
 
 
-def _network(phase: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> bool:
+def _network(phase: Sequence[Table], environment: Table) -> bool:
     return has_network({"network_mode": last_of(phase, "network_mode")}, environment)
 
 
@@ -248,14 +247,14 @@ def _least(value: object) -> dict[str, float]:
     """Return ``min_reward``: a number, which is that of ``reward``, or a table of them."""
     if value is None:
         return {}
-    values: Mapping[str, Any] = value if isinstance(value, Mapping) else {REWARD: value}
+    values: Table = value if isinstance(value, Mapping) else {REWARD: value}
     least = {str(name): float(each) for name, each in values.items()}
     if any(math.isnan(each) for each in least.values()):
         raise ValueError(f"min_reward = {value!r:.80} is not a number")
     return least
 
 
-def _health_check(table: Mapping[str, Any] | None) -> HealthCheck | None:
+def _health_check(table: Table | None) -> HealthCheck | None:
     if table is None:
         return None
     names = ("interval", "timeout", "start_period", "start_interval")
@@ -304,7 +303,7 @@ def unknown_variables(names: Sequence[str]) -> str:
     )
 
 
-def needs_of_environment(environment: Mapping[str, Any]) -> list[str]:
+def needs_of_environment(environment: Table) -> list[str]:
     """Return what an environment needs that a sandbox does not have."""
     rules = [
         (bool(environment.get("gpus")), f"{environment.get('gpus')} GPUs"),

@@ -50,6 +50,8 @@ FOLDERS = ("environment", "tests", "solution")
 STEP_FOLDERS = ("tests", "solution", "workdir")
 TOML_BYTES, TEXT_BYTES = 1 << 20, 8 << 20
 """Of task.toml, and of all instructions and compose files of a task together."""
+MAX_LEVELS = 64
+"""Of folders above a task; Python 3.11 walks them by recursion."""
 MAX_DOTS = 500
 """Of one line of task.toml: the parser takes a second for a key of 10,000 parts, and grows with its
 square."""
@@ -86,12 +88,16 @@ class HarborTask:
 def task_names(folder: Path) -> tuple[str, ...]:
     """Return the names of the tasks below a folder, at any depth; a task holds no other.
 
-    Links to folders are followed only where they stay below it. Raises DataError if there is none.
+    Links to folders are followed only where they stay below it. Folders below MAX_LEVELS others are
+    left out. Raises DataError if there is none.
     """
     names, outside, num_older = list[str](), list[str](), 0
     seen = set[str]()
     for parent, folders, files in os.walk(folder, followlinks=True):
         at, inside = Path(parent), list[str]()
+        if len(at.relative_to(folder).parts) > MAX_LEVELS:
+            folders.clear()
+            continue
         for name in sorted(folders):
             try:
                 real = os.path.realpath(below(folder, (at / name).relative_to(folder).as_posix()))
@@ -147,8 +153,10 @@ def _task_files(at: Path, settings: Mapping[str, Any]) -> TaskFiles:
     steps = [folder_of_step(table) for table in step_tables(settings)]
     folders = [*FOLDERS, *(f"{step}/{name}" for step in steps for name in STEP_FOLDERS)]
     names = {f"{each}/{path.name}" for each in folders for path in below(at, each).glob("*")}
-    own = [name for name in ("trajectory.json", *(f"{each}/trajectory.json" for each in steps))]
-    names |= {name for name in own if below(at, name).exists()}
+    trajectories = [
+        name for name in ("trajectory.json", *(f"{each}/trajectory.json" for each in steps))
+    ]
+    names |= {name for name in trajectories if below(at, name).exists()}
     tests = [f"{step}/tests" for step in steps]
     compose = [
         f"{each}/{name}" for each in ("environment", "tests", *tests) for name in COMPOSE_NAMES

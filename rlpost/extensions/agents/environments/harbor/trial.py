@@ -116,7 +116,7 @@ class Trial:
 
     async def _open(self) -> None:
         """Start a sandbox with the task's image."""
-        limits = self.runnable.limits(self.pool.limits)
+        limits = self.runnable.limits(self.pool.limits, self.step)
         self._sandbox = await self.pool.acquire(limits, self.runnable.root.image)
         self._defaults = await open_root(self._sandbox, self.runnable.root)
         if (await self.sandbox.run(["test", "-x", "/bin/bash"], cwd="/")).ok:

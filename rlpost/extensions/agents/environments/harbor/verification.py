@@ -20,6 +20,7 @@ from rlpost.extensions.agents.environments.harbor.runnable import RunnableTask
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import (
     ArchiveRefused,
+    Ended,
     Pool,
     Sandbox,
     SandboxFileError,
@@ -33,6 +34,7 @@ LOGS, TESTS = "/logs/verifier", "/tests"
 VERIFIER_HOME = "/logs/home"
 ARTIFACT_BYTES = 64 << 20  # of a single file that is handed to a verifier
 SHORT = 8  # characters of a value that is no key
+ENDED_BY_LIMIT = (Ended.TIMEOUT, Ended.CPU_TIME, Ended.MEMORY)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class StepVerifier:
         async def work(sandbox: Sandbox) -> StepResult:
             return await self._score(sandbox, handed)
 
-        limits = self._runnable.limits(self._pool.limits, self._step)
+        limits = self._runnable.limits(self._pool.limits, self._step, for_verifier=True)
         return await retry(self._pool, work, limits=limits, image=self._root.image)
 
     async def _score(self, sandbox: Sandbox, handed: HandedOver) -> StepResult:
@@ -121,10 +123,12 @@ class StepVerifier:
         await sandbox.end_processes()
         text = self._without_keys(result.text)[-2000:]
         how = f"tests/test.sh {result.ended.value} {result.exit_code}: {text}"
+        if result.ended in ENDED_BY_LIMIT:  # a reward that it wrote before may be incomplete
+            return self.unscored(how)
         return await self._result(sandbox, how)
 
     async def _result(self, sandbox: Sandbox, how: str) -> StepResult:
-        """Read the verifier's file, as Harbor does: reward.json before reward.txt."""
+        """Read the file of a verifier that ended, as Harbor does: reward.json before reward.txt."""
         for name in ("reward.json", "reward.txt"):
             try:
                 data = await sandbox.read(f"{LOGS}/{name}", limit=1 << 16)

@@ -122,7 +122,9 @@ def first_process(
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         # If the launcher died before the previous line, its end of this pipe is closed.
-        if select.select([alive], [], [], 0)[0]:
+        launcher = select.poll()
+        launcher.register(alive, select.POLLIN)
+        if launcher.poll(0):
             os._exit(1)
         os.close(alive)
         os.setsid()

@@ -1,1 +1,0 @@
-"""The driver's side of engines that run in separate, preemptible jobs."""

@@ -1,0 +1,55 @@
+"""Answers that no request has continued: a client that did not receive one asks again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlpost.extensions.agents.conversation import MessageNode
+from rlpost.extensions.agents.requests import ChatRequest, Completion
+from rlpost.extensions.agents.written_answer import WrittenAnswer
+
+Nodes = Mapping[MessageNode, WrittenAnswer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A recorded completion, with the nodes of its answers; ``after``: the end of its request."""
+
+    request: ChatRequest
+    after: MessageNode
+    completion: Completion
+    nodes: Nodes
+
+
+class UnreadAnswers:
+    """Recorded completions of an episode that no request has continued."""
+
+    def __init__(self) -> None:
+        self._unread: dict[int, _Unread] = {}  # by number of the request
+
+    def add(
+        self, completion: Completion, request: ChatRequest, after: MessageNode, nodes: Nodes
+    ) -> None:
+        """Remember a completion; ``after`` is the last message of its request."""
+        self._unread[completion.number] = _Unread(request, after, completion, nodes)
+
+    def pop(self, completion: Completion) -> Nodes | None:
+        """Forget a completion and return the nodes of its answers; None if it was continued."""
+        unread = self._unread.pop(completion.number, None)
+        return None if unread is None else unread.nodes
+
+    def forget_continued(self, node: MessageNode) -> None:
+        """Forget the completions that a request continues; ``node`` is its last message."""
+        path = set(node.path())
+        read = [number for number, each in self._unread.items() if path.intersection(each.nodes)]
+        for number in read:
+            del self._unread[number]
+
+    def lost(self, node: MessageNode, request: ChatRequest) -> Completion | None:
+        """Return the newest completion of the same request."""
+        for unread in reversed(self._unread.values()):
+            same_options = replace(unread.request, messages=request.messages) == request
+            if unread.after is node and same_options:
+                return unread.completion
+        return None

@@ -1,0 +1,1 @@
+"""Commands on the nodes of a running job."""

@@ -1,0 +1,1 @@
+"""``rlpost doctor``: diagnose a machine or an image outside a run."""

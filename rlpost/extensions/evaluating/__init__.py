@@ -1,0 +1,1 @@
+"""Evaluation of a model or of a step of a run."""

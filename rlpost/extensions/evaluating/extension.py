@@ -1,0 +1,15 @@
+"""The row of evaluations."""
+
+from rlpost.config.extensions import Extension, Verb
+
+EXTENSION = Extension(
+    name="evaluating",
+    verbs={
+        "evaluate": Verb(
+            "rlpost.extensions.evaluating.evaluate_verb:main",
+            "evaluate a model or a step of a run: pass@k, intervals, answers",
+            takes_settings=True,
+            after="fleet",
+        )
+    },
+)

@@ -1,0 +1,1 @@
+"""Models and data of a recipe: downloaded, or made where they are tiny."""

@@ -1,0 +1,15 @@
+"""The row of models and data to fetch."""
+
+from rlpost.config.extensions import Extension, Verb
+
+EXTENSION = Extension(
+    name="fetching",
+    verbs={
+        "fetch": Verb(
+            "rlpost.extensions.fetching.fetch_verb:main",
+            "download a recipe's model and data from the Hugging Face hub",
+            takes_settings=True,
+            after="plan",
+        )
+    },
+)

@@ -1,0 +1,1 @@
+"""Training and serving on machines without a GPU."""

@@ -1,0 +1,1 @@
+"""Plans: whether a run fits, how long a step takes, and which layouts are better."""

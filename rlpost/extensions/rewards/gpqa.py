@@ -1,0 +1,165 @@
+r"""The reward ``gpqa``: grade a multiple-choice answer by its letter, or by the text of the choice.
+
+Input: a response; a label that is a letter, a position (0 is A) or the text of a choice; and
+metadata as in slime: ``choices`` (list or object), ``valid_letters``, ``correct_letter``,
+``correct_answer``. Output: 1 or 0.
+
+The chosen letter is the last one of the first of these kinds that occurs:
+
+    1. named as the answer: ``The answer is C``, ``Answer: (C)``, ``\boxed{C}``
+    2. called correct: ``C is correct``
+    3. named as an option or choice: ``option C``
+    4. a single capital letter, except the word I
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlpost.errors import DataError
+from rlpost.extensions.rewards.answer_form import answer_after_thinking, has_box
+from rlpost.tasks.number_text import plain_text
+from rlpost.tasks.reward.answer_extraction import last_boxed
+
+LETTERS = string.ascii_uppercase[:10]
+NONE = ""
+"""Chosen instead of a letter by ``A or B``."""
+PAIR_CHARACTERS = 60  # between two letters at most
+
+# a capital letter, or a small letter that ends its line
+_CLEAR = r"([A-Z]\b|[a-z](?=[\s.)\]},;:*$]*(?:\n|$)))"
+_AROUND = r"[\s:=\-*_(\[{\"'$\\]{0,12}"
+_COMMANDS = (
+    r"(?:(?:boxed|text|textbf|mathrm|mathbf|option|choice|letter|the)\b" + _AROUND + "){0,4}"
+)
+_IS = rf"\b{_AROUND}(?:(?i:is|would be|should be|must be)\b)?"
+_BEHIND = rf"{_AROUND}(?i:{_COMMANDS}){_CLEAR}"
+_NAMED = re.compile(rf"(?:\b(?i:answer){_IS}|\\boxed\b){_BEHIND}")
+_CALLED_CORRECT = re.compile(
+    r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE
+)
+_OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
+_ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
+
+_LETTERS = re.compile("[A-Z]")
+_RIGHT = r"(?:\s+is\s+(?:the\s+)?(?:correct|right))?"
+_LETTER = r"(?<![A-Za-z\\])([A-Z])(?![A-Za-z])"
+_CLOSE, _OPEN = r"[\s*$)}\].]{0,6}", r"[\s*$({\[]{0,6}(?:\\?[a-z]+[\s*$({\[]{1,6}){0,3}"
+_LIST_END = r"(?=[\s*$({\[]*[A-Z][\s.)}$*]*$)"
+_JOINED = rf"(?:,?\s*\bor\b|\s*\band\b(?!.{{0,9}}\bis\b)|[/&]|,{_LIST_END})"
+_WORD_I = r"(?!['\u2019 ](?:am|think|believe|m)\b)"
+_PAIR = re.compile(rf"{_LETTER}{_RIGHT}{_CLOSE}{_JOINED}{_OPEN}{_LETTER}{_WORD_I}")
+"""Two letters of which neither is chosen: ``A or B``."""
+
+
+def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
+    """Return 1 if the response chooses the right letter, else 0.
+
+    Without two letters to compare, the response is right if it contains the text of the right
+    choice.
+
+    Raises:
+        DataError: ``choices`` or ``valid_letters`` in the metadata is not a list.
+    """
+    choices = _listed(metadata, "choices")
+    letters = _letters(metadata, choices)
+    text = answer_after_thinking(response)
+    right_letter, chosen_letter = _wanted(label, metadata, letters, choices), _chosen(text, letters)
+    if right_letter is not None and chosen_letter is not None:
+        return float(chosen_letter == right_letter)  # alternatives (NONE) differ from each letter
+    texts = [metadata.get("correct_answer"), metadata.get("answer_text")]
+    if right_letter is None or len(_plain(label or "")) > 1:
+        texts.append(label)  # not a letter: every "a" of a sentence would match it
+    if right_letter is not None and letters.index(right_letter) < len(choices):
+        texts.append(choices[letters.index(right_letter)])
+    accepted = [_plain(plain_text(each)) for each in texts if each is not None]
+    plain_response = f" {_plain(text)} "
+    others = [plain for choice in choices if (plain := _plain(choice)) not in accepted]
+    return float(
+        any(
+            f" {each} " in plain_response and not _is_offered_with(each, others, plain_response)
+            for each in accepted
+            if each
+        )
+    )
+
+
+def _is_offered_with(right: str, others: Sequence[str], response: str) -> bool:
+    """Whether a response names another choice as an alternative to the right one."""
+    return any(
+        f" {one} or {two} " in response
+        for other in others
+        for one, two in ((right, other), (other, right))
+    )
+
+
+def _listed(metadata: Mapping[str, object], key: str) -> list[str]:
+    """Return the entries of a list, or the values of an object, as strings."""
+    given = metadata.get(key) or ()
+    if not isinstance(given, Iterable):
+        raise DataError(
+            f"gpqa: {key!r} in the metadata is {given!r}; it must be a list or an object"
+        )
+    entries = given.values() if isinstance(given, Mapping) else given
+    return [plain_text(entry) for entry in entries]
+
+
+def _letters(metadata: Mapping[str, object], choices: Sequence[str]) -> list[str]:
+    named = [letter.strip().upper() for letter in _listed(metadata, "valid_letters")]
+    if named:
+        return named
+    return list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
+
+
+def _wanted(
+    label: str | None,
+    metadata: Mapping[str, object],
+    letters: Sequence[str],
+    choices: Sequence[str],
+) -> str | None:
+    """Return the right letter, or None if label and metadata do not determine one."""
+    named = metadata.get("correct_letter")
+    if isinstance(named, str) and named.strip().upper() in letters:
+        return named.strip().upper()
+    label = (label or "").strip()
+    if label.strip("()").upper() in letters:
+        return label.strip("()").upper()
+    plain_choices = [_plain(choice) for choice in choices]
+    if _plain(label) in plain_choices:
+        position = plain_choices.index(_plain(label))
+        return letters[position] if position < len(letters) else None
+    if label.isdecimal() and int(label) < len(letters):
+        return letters[int(label)]
+    return None
+
+
+def _chosen(text: str, letters: Sequence[str]) -> str | None:
+    """Return the chosen letter, NONE if it is one of two alternatives, None without a letter."""
+    if (whole := _plain(text).upper()) in letters:
+        return whole
+    if has_box(text) and last_boxed(text) is None:
+        return NONE
+    for pattern in (_NAMED, _CALLED_CORRECT, _OPTION, _ALONE):
+        found = [letter for letter in pattern.finditer(text) if letter[1].upper() in letters]
+        if found:
+            is_alternative = _is_alternative(text, found[-1].start(1), letters)
+            return NONE if is_alternative else found[-1][1].upper()
+    return None
+
+
+def _is_alternative(text: str, position: int, letters: Sequence[str]) -> bool:
+    """Whether the letter at a position is joined to another valid letter."""
+    start = max(0, position - PAIR_CHARACTERS)
+    for first in _LETTERS.finditer(text, start, position + 1):
+        pair = _PAIR.match(text, first.start())
+        if pair is None or pair[1] == pair[2] or not {pair[1], pair[2]} <= set(letters):
+            continue
+        if position in (pair.start(1), pair.start(2)):
+            return True
+    return False
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: responses of the data as samples."""

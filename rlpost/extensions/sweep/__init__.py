@@ -1,0 +1,1 @@
+"""A run for each point of a grid of settings."""

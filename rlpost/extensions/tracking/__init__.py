@@ -1,0 +1,1 @@
+"""Mirrors of metrics: Weights & Biases, TensorBoard, Prometheus."""

@@ -1,0 +1,1 @@
+"""What a person reads of runs: status, list, logs, report, comparison."""

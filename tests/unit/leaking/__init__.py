@@ -1,0 +1,1 @@
+"""Modules that change the environment; ``tests/unit/test_environment_of_tests.py`` runs them."""
