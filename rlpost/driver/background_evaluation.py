@@ -30,7 +30,14 @@ from rlpost.driver.engines.engine_health import Hook
 from rlpost.driver.engines.joining import JoiningEngines
 from rlpost.driver.placement import Placement
 from rlpost.durable.daemon_threads import in_daemon
-from rlpost.engines.engine_side_weights import AdapterMover, DiskMover, PauseMode, WeightUpdate
+from rlpost.engines.engine_side_weights import (
+    AdapterMover,
+    DiskMover,
+    Mover,
+    PauseMode,
+    WeightUpdate,
+)
+from rlpost.engines.load_check import CheckedMover, LoadCheck
 from rlpost.errors import CheckpointError, Fenced, Preempted
 from rlpost.types import EngineAddress
 
@@ -80,16 +87,19 @@ class SnapshotWeights:
         engines: Receivers,
         jobs: JoiningEngines | None = None,
         *,
+        load_check: LoadCheck | None = None,
         load_adapters: bool,
         timeout_s: float,
     ) -> None:
         """
         Args:
             jobs: engines of the group on other jobs; None without them.
+            load_check: for engines before they read a folder; None if it has adapters alone.
             load_adapters: the folders have adapters alone.
         """
         self._engines, self._jobs, self._timeout_s = engines, jobs, timeout_s
         self._mover = AdapterMover if load_adapters else DiskMover
+        self._load_check = load_check
         self.folder: Path | None = None
         """What the next update reads; without one the engines keep their weights."""
 
@@ -117,7 +127,10 @@ class SnapshotWeights:
         update = WeightUpdate(
             self._engines.addresses, api_key=self._engines.api_key, timeout_s=self._timeout_s
         )
-        await update.update(version, self._mover(write), pause=pause, ready=ready)
+        mover: Mover = self._mover(write)
+        if self._load_check is not None:
+            mover = CheckedMover(mover, self._load_check)
+        await update.update(version, mover, pause=pause, ready=ready)
 
     async def forget(self) -> None:
         """Read the folder no more. Engines of this job keep its weights; others wait for the next."""

@@ -41,6 +41,7 @@ from rlpost.engines.engine_side_weights import (
     num_engine_ranks,
     stage_group,
 )
+from rlpost.engines.load_check import CheckedMover, LoadCheck
 from rlpost.engines.shard_mover import SLICES, Colocation, Description, Meeting, ShardMover
 from rlpost.errors import (
     ConfigError,
@@ -157,6 +158,8 @@ class WeightCoordinator:
         self._has_sent_slices = False
         self._refusal: str | None = None
         """Why the engines refused slices, in this driver's life."""
+        self.load_check: LoadCheck | None = None
+        """Of engines that get all weights, since the first connection; None if they get adapters."""
         self._timeout_s = 60.0 * config.cluster.distributed_timeout_minutes
         self._join_s = min(JOIN_S, self._timeout_s)
         self.num_bytes = 0
@@ -203,6 +206,17 @@ class WeightCoordinator:
             mover = BroadcastMover(buckets, self._send, group_name=self._group_name)
             await self._form_groups(mover)
             self._mover = mover
+        self._sender = await self._checked()
+
+    async def _checked(self) -> Mover:
+        """The mover, with a check of the engines before it sends; one of slices has its own."""
+        if self._config.sends_adapters:
+            return self._mover
+        if self.load_check is None:
+            units = await self._actors.first(remote(Actor.shards.list_units))
+            self.load_check = LoadCheck(units, self._attempt / SLICES)
+        is_checked = isinstance(self._mover, ShardMover)
+        return self._mover if is_checked else CheckedMover(self._mover, self.load_check)
 
     def move(self, placement: Placement) -> None:
         """Use ``placement`` from the next ``connect`` on: ranks or engines are on other nodes."""
@@ -241,7 +255,7 @@ class WeightCoordinator:
     async def _send_all(
         self, version: int, pause: PauseMode, ready: Callable[[], Awaitable[None]] | None
     ) -> None:
-        mover = VersionMover(self._mover, self._actors)
+        mover = VersionMover(self._sender, self._actors)
         await self._update.update(version, mover, pause=pause, ready=ready)
         self._has_sent_slices |= isinstance(self._mover, ShardMover)
 

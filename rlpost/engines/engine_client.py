@@ -147,8 +147,12 @@ class EngineClient:
         await self.request("POST", "/update_weights_from_tensor", body)
 
     async def has_shard_loader(self) -> bool:
-        """Whether the engine can receive slices: whether it runs with rlpost's loader."""
-        return LOADER in ((await self.server_info()).get("custom_weight_loader") or ())
+        """Whether the engine answers rlpost's loader: it runs with it, and without pipeline stages.
+
+        SGLang gives the same payload to the ranks of all stages.
+        """
+        info = await self.server_info()
+        return LOADER in (info.get("custom_weight_loader") or ()) and info.get("pp_size", 1) == 1
 
     async def send_to_loader(self, payloads: Sequence[str], *, version: int | None = None) -> None:
         """Send a message to the loader of each rank, in a session; return when all have handled it.

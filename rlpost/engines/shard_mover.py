@@ -18,12 +18,11 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from common.files import write_atomic
 from rlpost.config.plan.shard_plan import ShardPlan, Unit, check_complete, joined_units, plan_shards
 from rlpost.config.plan.shard_roles import RankPlan, rank_plans, receiver_plans
 from rlpost.engines.engine_side_weights import (
@@ -32,6 +31,7 @@ from rlpost.engines.engine_side_weights import (
     num_engine_ranks,
     share_buckets,
 )
+from rlpost.engines.load_check import boxes_of, record_loads, tensor_types, write_json
 from rlpost.engines.shards.messages import plan_to_json, serialised
 from rlpost.errors import (
     EngineDied,
@@ -41,11 +41,9 @@ from rlpost.errors import (
     SlicesRefused,
     SyncError,
 )
-from rlpost.models.regions import BoxGroup, group_from_json
+from rlpost.models.regions import BoxGroup
 
 logger = logging.getLogger(__name__)
-TensorTypes = Mapping[str, tuple[Sequence[int], str]]
-"""Shape and dtype of each tensor by its name."""
 Description = tuple[Sequence[Unit], Sequence[BoxGroup], frozenset[str]]
 """Of a trainer rank: the units of the model, its boxes, the tensors that it helps to gather."""
 SLICES = "slices"
@@ -191,8 +189,10 @@ class ShardMover:
 
     async def _num_planned(self, receivers: Sequence[Receiver]) -> int:
         described = await self._trainer.describe()
-        types = _types(described[0][0])
-        files = await self._record(receivers, types)
+        types = tensor_types(described[0][0])
+        files = await record_loads(
+            receivers, types, folder=self._folder, message_id=self._next_id()
+        )
         beside: dict[int, int] = {}
         if isinstance(self._where, Colocation):
             beside = dict(enumerate(itertools.chain.from_iterable(self._where.ranks_of)))
@@ -205,22 +205,6 @@ class ShardMover:
         if isinstance(self._where, Meeting):
             await self._connect(receivers, self._where, len(described))
         return len(plan.buckets)
-
-    async def _record(self, receivers: Sequence[Receiver], types: TensorTypes) -> list[list[Path]]:
-        """Let each engine rank record what it needs; return the files of each engine's answers."""
-        tensors = self._folder / "tensors.json"
-        await asyncio.to_thread(_write_json, tensors, types)
-        files = [
-            [self._folder / f"engine-{number}-{rank}.json" for rank in range(one.address.num_gpus)]
-            for number, one in enumerate(receivers)
-        ]
-        recording = []
-        for one, answers in zip(receivers, files, strict=True):
-            message = self._message("record", tensors=str(tensors))
-            payloads = [serialised(message | {"answer": str(answer)}) for answer in answers]
-            recording.append(one.client.send_to_loader(payloads))
-        await all_do("record what they load", recording)
-        return files
 
     async def _distribute(
         self, receivers: Sequence[Receiver], tensors: Sequence[str], plan: ShardPlan
@@ -277,7 +261,10 @@ class ShardMover:
         return one.client.send_to_loader(payloads, version=version)
 
     def _message(self, do: str, **fields: object) -> dict[str, object]:
-        return {"do": do, "id": f"{self._folder.name}-{next(self._message_ids)}", **fields}
+        return {"do": do, "id": self._next_id(), **fields}
+
+    def _next_id(self) -> str:
+        return f"{self._folder.name}-{next(self._message_ids)}"
 
     def _version_with(self, index: int, version: int) -> int | None:
         return version if index == self._num_buckets - 1 else None
@@ -307,20 +294,6 @@ def _ranks_of_group(receivers: Sequence[Receiver], num_trainer_ranks: int) -> st
     return ", ".join(words)
 
 
-def _types(units: Sequence[Unit]) -> TensorTypes:
-    """Shape and dtype of each tensor. The order numbers them in the files that are exchanged."""
-    return {one.name: (one.shape, one.dtype) for unit in units for one in unit.tensors}
-
-
-def _write_json(path: Path, values: Mapping[str, object] | Iterable[object]) -> None:
-    """Write a list or a mapping as JSON, in pieces: the encoding of each holds Python's lock."""
-    if isinstance(values, Mapping):
-        items = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
-        write_atomic(path, f"{{{', '.join(items)}}}")
-    else:
-        write_atomic(path, f"[{', '.join(map(json.dumps, values))}]")
-
-
 def _write_plans(
     folder: Path, tensors: Sequence[str], plan: ShardPlan, num_receivers: int
 ) -> list[Path]:
@@ -328,7 +301,7 @@ def _write_plans(
     files = []
     for receiver, buckets in enumerate(receiver_plans(plan, num_receivers)):
         files.append(folder / f"plan-{receiver}.json")
-        _write_json(files[-1], plan_to_json(tensors, buckets))
+        write_json(files[-1], plan_to_json(tensors, buckets))
     return files
 
 
@@ -343,13 +316,13 @@ def _plan(
     together: set[tuple[str, ...]] = set()
     reasons: dict[str, str] = {}
 
-    names = list(_types(described[0][0]))
+    names = list(tensor_types(described[0][0]))
 
     def boxes_in(file: Path) -> list[BoxGroup]:
         answer = json.loads(file.read_text())
         together.update(map(tuple, answer["together"]))
         reasons.update(answer["reasons"])
-        return [group_from_json(fields, names) for fields in answer["boxes"]]
+        return boxes_of(answer, names)
 
     needed = [[boxes_in(file) for file in engine_files] for engine_files in files]
     check_complete(described[0][0], needed)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlpost.config.plan.cards import RESERVE
+from rlpost.config.plan.shard_plan import Unit
 from rlpost.config.plan.weight_update import SHARED_BUFFERS
 from rlpost.driver.placement import Placement, Ports, Slot
 from rlpost.errors import EngineDied
@@ -174,6 +175,10 @@ class Client:
 
     async def server_info(self) -> dict[str, str]:
         return {"version": "0.5.21"}
+
+    async def has_shard_loader(self) -> bool:
+        self._engine.check()
+        return False
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         await self._engine.release(tags)
@@ -419,6 +424,9 @@ class RankProcesses:
 
     def _bucket_plan(self, rank: int) -> list[Bucket]:
         return BUCKETS
+
+    def _shards_list_units(self, rank: int) -> tuple[Unit, ...]:
+        return ()
 
     def _sync_stage(self, rank: int) -> int | None:
         return None if rank else 0

@@ -69,7 +69,6 @@ class LoadedModel:
     """A model of this rank: the policy, or a draft model for speculative decoding."""
 
     model: torch.nn.Module
-    number: int
     recording: Recording = field(default_factory=Recording)
     fingerprint: str = ""
     regions: dict[str, list[Region]] = field(default_factory=dict)
@@ -98,6 +97,10 @@ class LoadedModel:
         self.regions = {}
         for region in self.recording.regions:
             self.regions.setdefault(region.tensor, []).append(region)
+
+    def is_recorded(self, model: torch.nn.Module) -> bool:
+        """Whether this is the recording of a model, which has not changed since."""
+        return self.model is model and self._facts() == self.fingerprint
 
     def begin(self) -> None:
         """Set constants, before the first bucket of an update."""
@@ -187,10 +190,16 @@ class ShardedRank:
 
     def _record(self, model: torch.nn.Module, message: Message, *, is_first: bool) -> None:
         if is_first:
-            self.models = []
-            self._tensors = tensor_types(json.loads(Path(message["tensors"]).read_text()))
-        self.models.append(LoadedModel(model, len(self.models)))
-        self.models[-1].record(self._tensors)
+            tensors = tensor_types(json.loads(Path(message["tensors"]).read_text()))
+            is_same = [*tensors.items()] == [*self._tensors.items()]
+            self._kept = self.models if is_same else []
+            self._tensors, self.models = tensors, []
+        loaded = next((one for one in self._kept if one.is_recorded(model)), None)
+        if loaded is None:
+            loaded = LoadedModel(model)
+            loaded.record(self._tensors)
+        loaded.forget_plan()
+        self.models.append(loaded)
         write_atomic(Path(message["answer"]), json.dumps(self.answer()))
 
     def answer(self) -> dict[str, object]:

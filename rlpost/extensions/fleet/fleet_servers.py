@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.driver.engines.engine_life import EngineLife, check_engine
 from rlpost.engines.engine_client import EngineClient
+from rlpost.engines.engine_side_weights import Receiver
+from rlpost.engines.load_check import LoadCheck
 from rlpost.engines.server_proof import check_server
-from rlpost.errors import RolloutError
+from rlpost.errors import RolloutError, SyncError, WeightError
 from rlpost.extensions.fleet.records import EngineRecord
+from rlpost.types import EngineAddress
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +51,22 @@ class FleetServers:
     """Talks to the servers of the fleet's engines."""
 
     def __init__(
-        self, key: str, deadlines: Deadlines = DEADLINES, *, load_adapters: bool = False
+        self,
+        key: str,
+        deadlines: Deadlines = DEADLINES,
+        *,
+        load_adapters: bool = False,
+        load_check: Callable[[], LoadCheck | None] = lambda: None,
     ) -> None:
         """
         Args:
             key: the fleet's secret.
             load_adapters: whether a folder of weights has adapters alone.
+            load_check: for each server before it reads a folder for the first time.
         """
         self._key, self._deadlines = key, deadlines
-        self._load_adapters = load_adapters
+        self._load_adapters, self._load_check = load_adapters, load_check
+        self._checked: set[tuple[str, str]] = set()  # engines and their incarnations
         self._lives: dict[str, tuple[str, EngineLife]] = {}  # by engine, of its newest incarnation
 
     async def update(self, record: EngineRecord, weights: Path | None, version: int) -> None:
@@ -71,8 +81,21 @@ class FleetServers:
             elif self._load_adapters:
                 await client.replace_adapter(str(weights), version=version)
             else:
+                await self._check_loads(client, record)
                 await client.update_weights_from_disk(str(weights), version=version)
             await client.flush_cache()
+
+    async def _check_loads(self, client: EngineClient, record: EngineRecord) -> None:
+        """Check once that a server loads all that it will read. Raises RolloutError."""
+        check, server = self._load_check(), (record.engine, record.incarnation)
+        if check is None or server in self._checked:
+            return
+        receiver = Receiver(EngineAddress(record.url, record.num_gpus), client)
+        try:
+            await check.check([receiver], in_session=False)
+        except (SyncError, WeightError) as error:
+            raise RolloutError(f"{record.url}: {error}") from error
+        self._checked.add(server)
 
     async def admit(self, record: EngineRecord, version: int) -> None:
         """Check the version of a server and let it generate. Raises RolloutError, TimeoutError."""

@@ -56,10 +56,13 @@ class ShardTransport(Sender):
         self._packed: Packed = {}
         """Messages of the next bucket by the rank of the receiver."""
 
+    def list_units(self) -> tuple[Unit, ...]:
+        """All tensors that are sent; none on ranks other than the first."""
+        return self.sources.units if self.rank.rank == 0 else ()
+
     def describe(self) -> Description:
         """What this rank holds; only the first rank lists the units of the model."""
-        units = self.sources.units if self.rank.rank == 0 else ()
-        return units, grouped(self.sources.regions), self.sources.gathered
+        return self.list_units(), grouped(self.sources.regions), self.sources.gathered
 
     def use(self, plan: RankPlan) -> None:
         """Send by this plan from the next bucket 0 on."""

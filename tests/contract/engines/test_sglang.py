@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import random
+import secrets
 import signal
 import threading
 import time
@@ -41,9 +43,18 @@ from rlpost.engines.engine_side_weights import (
     stage_group,
 )
 from rlpost.engines.group_client import GroupClient
+from rlpost.engines.load_check import CheckedMover, LoadCheck
 from rlpost.engines.places import Place, Places
 from rlpost.engines.shard_mover import Colocation, Meeting, ShardMover
-from rlpost.errors import ConfigError, EngineDied, Preempted, RolloutError, SyncError
+from rlpost.engines.shards.messages import serialised
+from rlpost.errors import (
+    ConfigError,
+    EngineDied,
+    Preempted,
+    RolloutError,
+    SyncError,
+    WeightError,
+)
 from rlpost.models.regions import Box, contiguous, whole_box
 from rlpost.rollout.evaluate import evaluate
 from rlpost.rollout.generate import GroupWriter
@@ -610,11 +621,26 @@ def test_new_weights_reach_every_engine(sglang: Sglang) -> None:
     asyncio.run(again())
 
 
+async def checksums(whole: WeightUpdate, folder: Path) -> list[dict[str, str]]:
+    """Digests of all tensors of each engine."""
+    sums = []
+    for one in whole.receivers:
+        message = {"do": "checksum", "id": secrets.token_hex(8), "answer": str(folder / "sums")}
+        await one.client.begin_weight_update()
+        await one.client.send_to_loader([serialised(message)])
+        await one.client.end_weight_update()
+        sums.append(json.loads((folder / "sums").read_text()))
+    return sums
+
+
 @pytest.mark.parametrize("way", ["memory", "disk"])
 def test_weights_reach_every_engine_without_a_process_group(
     sglang: Sglang, tmp_path: Path, way: str
 ) -> None:
-    """After an update through shared memory or files, greedy answers are those of transformers."""
+    """After an update through shared memory or files, greedy answers are those of transformers.
+
+    With a tensor that SGLang would skip it is refused before the first byte.
+    """
     old = load(sglang.model)
     torch.manual_seed(29 if way == "disk" else 31)
     new = type(old)(old.config).eval()
@@ -640,7 +666,20 @@ def test_weights_reach_every_engine_without_a_process_group(
         "memory": SharingMover(buckets, share, ranks_of=((0,), (1,))),
         "disk": DiskMover(write),
     }
-    asyncio.run(whole.update(version, movers[way]))
+    sent = [SentTensor(name, tuple(one.shape), "float32") for name, one in weights.items()]
+    lacks = SentTensor("model.layers.0.self_attn.no_such_norm.weight", (4,), "float32")
+    units = [Unit(0, (one,)) for one in sent]
+
+    async def update() -> None:
+        before = await checksums(whole, tmp_path)
+        check = LoadCheck([*units, Unit(0, (lacks,))], tmp_path / "slices")
+        with pytest.raises(WeightError, match=f"{lacks.name}: the ranks of engine 0 load nothing"):
+            await whole.update(version, CheckedMover(movers[way], check))
+        assert await checksums(whole, tmp_path) == before, "the recording changed a value"
+        check = LoadCheck(units, tmp_path / "slices")
+        await whole.update(version, CheckedMover(movers[way], check))
+
+    asyncio.run(update())
     for rank in ranks:
         rank.release()
     wanted = hf_greedy(new, prompts)

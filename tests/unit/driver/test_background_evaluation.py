@@ -165,20 +165,30 @@ async def test_an_error_is_raised_in_the_next_step_and_at_the_end(
 async def test_engines_read_the_folder_of_the_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before that they are checked: SGLang skips names that its model does not have."""
     moved: list[Any] = []
+
+    class Check:
+        async def check(self, receivers: Any, *, in_session: bool) -> None:
+            moved.append(("check", receivers, in_session))
 
     class Update:
         def __init__(self, addresses: Any, **options: Any) -> None:
             moved.append(addresses)
 
         async def update(self, version: int, mover: Any, **_: Any) -> None:
-            moved.append((version, type(mover).__name__, await mover._write(version)))
+            await mover.move((), version)
+
+    async def move(self: Any, receivers: Any, version: int) -> None:
+        moved.append((version, await self._write(version)))
 
     monkeypatch.setattr(background_evaluation, "WeightUpdate", Update)
+    monkeypatch.setattr(background_evaluation.DiskMover, "move", move)
     fleet: Any = SimpleNamespace(addresses=("a",), api_key="k")
-    weights = SnapshotWeights(fleet, load_adapters=False, timeout_s=1.0)
+    check: Any = Check()
+    weights = SnapshotWeights(fleet, load_check=check, load_adapters=False, timeout_s=1.0)
     await weights.update(3)
     assert moved == [], "no snapshot yet: the engines have the weights of the model folder"
     weights.folder = tmp_path
     await weights.update(3)
-    assert moved == [("a",), (3, "DiskMover", str(tmp_path))]
+    assert moved == [("a",), ("check", (), False), (3, str(tmp_path))]

@@ -4,9 +4,10 @@ import asyncio
 import base64
 import json
 import pickle
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -30,6 +31,7 @@ from rlpost.errors import (
     RolloutError,
     SyncError,
     TrainerDied,
+    WeightError,
 )
 from rlpost.models.regions import group_to_json, grouped, whole
 from rlpost.types import Bucket, EngineAddress
@@ -40,10 +42,21 @@ PORTS = Ports((), (), 0, (20010,))
 MOVES = ("send_bucket", "share_bucket", "write_engine_folder")
 
 
+def units_of(tensors):
+    """Units of one tensor each; a draft layer's may be left out."""
+    sent = [SentTensor(name, (2, 2), "float32") for name in tensors]
+    return tuple(Unit(0, (one,), is_optional=one.name.startswith("mtp")) for one in sent)
+
+
 class Engine:
-    """A client whose engine accepts every request, unless its URL is in ``dead``."""
+    """A client whose engine accepts every request, unless its URL is in ``dead``.
+
+    Its model skips the names in ``skipped``.
+    """
 
     dead: ClassVar[set[str]] = set()
+    skipped: ClassVar[set[str]] = set()
+    log: ClassVar[list[str]] = []
     adapters: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self, url: str, api_key: str, *, timeout_s: float, selector: str) -> None:
@@ -69,6 +82,22 @@ class Engine:
             raise EngineDied(f"engine {self.url} is gone")
         if version is not None:
             self.version = str(version)
+
+    async def send_to_loader(self, payloads, *, version=None):
+        ((text, _),) = pickle.loads(base64.b64decode(payloads[0]))
+        message = json.loads(text)
+        self.log.append(message["do"])
+        await asyncio.sleep(0.01)
+        if message["do"] != "record":
+            await self._take(version)
+        else:
+            types = json.loads(Path(message["tensors"]).read_text())
+            numbers = {name: number for number, name in enumerate(types)}
+            regions = [whole(name, shape) for name, (shape, _) in types.items()]
+            held = grouped([one for one in regions if one.tensor not in self.skipped])
+            boxes = [group_to_json(one, numbers) for one in held]
+            answer = {"boxes": boxes, "together": [], "reasons": {}}
+            Path(message["answer"]).write_text(json.dumps(answer))
 
     async def weight_version(self) -> str:
         return self.version
@@ -98,6 +127,7 @@ class Actors:
             "bucket_plan": [BUCKETS],
             "sync_stage": [0],
             "broadcast_backend": [backend],
+            "shards.list_units": [units_of(name for one in BUCKETS for name in one.names)],
         }
 
     async def call(self, method, *arguments):
@@ -128,6 +158,7 @@ class Actors:
 def _engines(monkeypatch):
     monkeypatch.setattr(engine_side_weights, "EngineClient", Engine)
     monkeypatch.setattr(Engine, "dead", set())
+    monkeypatch.setattr(Engine, "log", [])
 
 
 def coordinator(actors, folder, *, num_engines=1, engines=((NEAR,),), **settings):
@@ -150,6 +181,75 @@ async def updated(one, *versions):
 
 
 SLICES = {"sync": {"update_weight_transport": "slices"}}
+DISK = {"sync": {"update_weight_transport": "disk"}}
+SHARED = {"cluster": {"colocate": True}}
+ON_ITS_GPU = ((Slot("n0", "10.0.0.1", 1, (0,)),),)
+TRANSPORTS = pytest.mark.parametrize(
+    ("engines", "settings"),
+    [(((NEAR,),), {}), (ON_ITS_GPU, SHARED), (((NEAR,),), DISK), (((NEAR,),), SLICES)],
+    ids=["broadcast", "sharing", "disk", "slices"],
+)
+
+
+@TRANSPORTS
+def test_an_engine_that_loads_nothing_of_a_tensor_is_refused_before_the_first_byte(
+    engines, settings, tmp_path, monkeypatch
+):
+    """On each transport by the same rule; the engine that replaces it is asked again."""
+    actors = Joining(tmp_path / "STOP")
+    one = coordinator(actors, tmp_path / "weights", engines=engines, **settings)
+    monkeypatch.setattr(Engine, "skipped", {"v"})
+    with pytest.raises(WeightError, match=r"^v: the ranks of engine 0 load nothing of it"):
+        asyncio.run(updated(one, 7))
+    assert actors.moved == [] and Engine.log == ["record"]
+    assert list((tmp_path / "slices").iterdir()) == []
+    monkeypatch.setattr(Engine, "skipped", set())
+    asyncio.run(updated(one, 7, 8))
+    assert actors.moved
+    assert Engine.log.count("record") == 2, "once a connection, not once an update"
+
+
+@TRANSPORTS
+def test_a_draft_layer_may_be_skipped(engines, settings, tmp_path, monkeypatch):
+    actors = Joining(tmp_path / "STOP", tensors=("w", "mtp"))
+    one = coordinator(actors, tmp_path / "weights", engines=engines, **settings)
+    monkeypatch.setattr(Engine, "skipped", {"mtp"})
+    asyncio.run(updated(one, 7))
+    assert actors.moved
+
+
+@pytest.mark.parametrize("settings", [{}, DISK], ids=["broadcast", "disk"])
+def test_engines_that_cannot_be_checked_are_named_once_and_get_weights(
+    settings, tmp_path, monkeypatch, caplog
+):
+    """One lacks rlpost's loader, as an external one; the other does not see the run's folder."""
+
+    class Elsewhere(Engine):
+        async def has_shard_loader(self) -> bool:
+            return self.url == "http://b"
+
+        async def send_to_loader(self, payloads, *, version=None):
+            raise RolloutError("no such file")
+
+    monkeypatch.setattr(engine_side_weights, "EngineClient", Elsewhere)
+    actors = Joining(tmp_path / "STOP")
+    one = coordinator(actors, tmp_path / "weights", num_engines=2, **settings)
+    asyncio.run(updated(one, 7))
+    asyncio.run(updated(one, 8))
+    assert len(actors.moved) >= 2
+    for said in ("http://a: .* without rlpost's loader", "http://b: .* no such file"):
+        assert len(re.findall(said, caplog.text)) == 1
+
+
+async def test_an_engine_that_dies_while_it_records_is_an_error_that_its_restart_mends(
+    tmp_path, refusing
+):
+    refusing("record", EngineDied("engine http://a is gone"))
+    actors = Joining(tmp_path / "STOP")
+    one = coordinator(actors, tmp_path / "weights")
+    with pytest.raises(SyncError, match="http://a is gone"):
+        await updated(one, 7)
+    assert not actors.moved
 
 
 def test_engines_get_slices_only_if_all_of_them_can_receive_them(tmp_path, monkeypatch, caplog):
@@ -210,17 +310,26 @@ class Joining(Actors):
     So does ``blocks``. It sends and packs a bucket for longer than an engine takes to refuse it.
     """
 
-    def __init__(self, stop_file: Path, *, backend: str = "gloo", blocks: str = "") -> None:
+    def __init__(
+        self,
+        stop_file: Path,
+        *,
+        backend: str = "gloo",
+        blocks: str = "",
+        tensors: Sequence[str] = TENSORS,
+    ) -> None:
         super().__init__(stop_file, backend=backend)
         self.blocks, self.called = blocks, []
+        self.moved: list[str] = []
         self.aborted = asyncio.Event()
-        tensors = [SentTensor(name, (2, 2), "float32") for name in TENSORS]
-        units = tuple(Unit(0, (tensor,)) for tensor in tensors)
-        regions = grouped([whole(name, (2, 2)) for name in TENSORS])
+        regions = grouped([whole(name, (2, 2)) for name in tensors])
+        self.answers["shards.list_units"] = [units := units_of(tensors)]
         self.answers["shards.describe"] = [(units, regions, frozenset())]
 
     async def call(self, method, *arguments):
         self.called.append(method)
+        if method in (*MOVES, "shards.send"):
+            self.moved.append(method)
         blocks = self.blocks or (Refusing.at == "connect" and "shards.connect")
         if method == blocks and not self.aborted.is_set():
             await asyncio.shield(self.aborted.wait())
@@ -237,29 +346,19 @@ class Joining(Actors):
         return [None]
 
     async def transfer(self, method, *arguments):
-        return []
+        return ["handle"]
 
 
 class Refusing(Engine):
     """An engine that fails at one message to its loader."""
 
     at, error = "", RolloutError("no such kernel")
-    log: ClassVar[list[str]] = []
 
     async def send_to_loader(self, payloads, *, version=None):
-        ((text, _),) = pickle.loads(base64.b64decode(payloads[0]))
-        message = json.loads(text)
-        self.log.append(message["do"])
-        await asyncio.sleep(0.01)
-        if message["do"] == self.at and (self.at != "receive" or self.log.count(self.at) == 1):
+        await super().send_to_loader(payloads, version=version)
+        do = self.log[-1]
+        if do == self.at and (do != "receive" or self.log.count(do) == 1):
             raise self.error
-        await self._take(version)
-        if message["do"] == "record":
-            numbers = {name: number for number, name in enumerate(TENSORS)}
-            regions = [whole(name, (2, 2)) for name in TENSORS]
-            boxes = [group_to_json(one, numbers) for one in grouped(regions)]
-            answer = {"boxes": boxes, "together": [], "reasons": {}}
-            Path(message["answer"]).write_text(json.dumps(answer))
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -269,7 +368,6 @@ BACKENDS = pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def refusing(monkeypatch):
     """Makes all engines refuse a message."""
     monkeypatch.setattr(engine_side_weights, "EngineClient", Refusing)
-    monkeypatch.setattr(Refusing, "log", [])
 
     def refuse(at: str, error: Exception = Refusing.error) -> None:
         monkeypatch.setattr(Refusing, "at", at)
@@ -295,7 +393,7 @@ def test_engines_that_refuse_slices_get_all_weights_in_the_same_update(
     assert isinstance(one._mover, BroadcastMover)
     assert actors.aborted.is_set() == (at == "connect")
     assert "no such kernel" in caplog.text and "all engines receive all weights" in caplog.text
-    assert Refusing.log[-1] == "disconnect" and "shards.release" in actors.called
+    assert Refusing.log[-2:] == ["disconnect", "record"] and "shards.release" in actors.called
     assert list((tmp_path / "slices").iterdir()) == []
     asyncio.run(one.connect())
     assert isinstance(one._mover, BroadcastMover)
@@ -397,10 +495,6 @@ def test_an_engine_that_dies_while_it_connects_is_an_error_that_its_restart_mend
     assert actors.aborted.is_set() and not one.engines_are_stuck
     asyncio.run(one.connect())
     assert isinstance(one._mover, ShardMover), "the engine that replaces it is asked again"
-
-
-SHARED = {"cluster": {"colocate": True}}
-ON_ITS_GPU = ((Slot("n0", "10.0.0.1", 1, (0,)),),)
 
 
 @pytest.mark.parametrize(

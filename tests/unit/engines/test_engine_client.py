@@ -7,7 +7,7 @@ import pytest
 
 from rlpost.engines import engine_client
 from rlpost.engines.engine_client import EngineClient
-from rlpost.engines.shards.messages import Failure
+from rlpost.engines.shards.messages import LOADER, Failure
 from rlpost.errors import EngineDied, EngineNotPrepared, RolloutError
 from rlpost.types import Bucket
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, serving
@@ -136,3 +136,19 @@ def test_an_adapter_that_some_ranks_failed_to_load_is_unloaded_and_can_be_loaded
     assert (engine.adapters, engine.half_loaded, engine.version) == ([], [], "0")
     asyncio.run(ask(engine, load))
     assert (engine.adapters, engine.version) == (["version-4"], "4")
+
+
+@pytest.mark.parametrize(
+    ("loaders", "stages", "answers"),
+    [([LOADER], 1, True), ([LOADER], 2, False), (["other.load"], 1, False), (None, 1, False)],
+)
+async def test_only_an_engine_with_the_loader_and_without_stages_answers_it(
+    loaders, stages, answers, monkeypatch
+):
+    """SGLang gives the same payload to ranks of several stages, which would answer into one file."""
+
+    async def server_info(self):
+        return {"custom_weight_loader": loaders, "pp_size": stages}
+
+    monkeypatch.setattr(EngineClient, "server_info", server_info)
+    assert await EngineClient("http://a", "k").has_shard_loader() == answers

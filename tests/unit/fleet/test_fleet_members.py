@@ -6,11 +6,12 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
-from rlpost.errors import RolloutError
+from rlpost.errors import RolloutError, WeightError
 from rlpost.extensions.fleet import fleet_members as module
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
 from rlpost.extensions.fleet.fleet_members import FleetMembers
@@ -42,7 +43,7 @@ class Engine(FakeEngine):
 
 
 class World:
-    def __init__(self, root, *engines, deadlines, limits, load_adapters=False):
+    def __init__(self, root, *engines, deadlines, limits, **more):
         self.folder, self.engines = FleetFolder(root), engines
         self.folder.create()
         (self.folder.root / "secret").write_text(KEY + "\n")
@@ -56,7 +57,7 @@ class World:
             lost=self.lost.append,
             deadlines=deadlines,
             poll_s=0.02,
-            load_adapters=load_adapters,
+            **more,
         )
         self.records = {
             f"7_{index}": EngineRecord(
@@ -134,6 +135,30 @@ async def test_engines_replace_the_adapter_of_the_previous_version(tmp_path, mon
     paths = [body["lora_path"] for path, body in loads if path == "load_lora_adapter"]
     assert paths == ["/w/5", "/w/6"]
     assert "update_weights_from_disk" not in engine.log
+
+
+async def test_an_engine_that_would_skip_a_tensor_reads_no_folder(tmp_path, monkeypatch, caplog):
+    """The others are checked once, not at each version."""
+    checked = []
+
+    async def check(receivers, *, in_session):
+        ((address, _),) = [(one.address, one.client) for one in receivers]
+        checked.append(address.url)
+        assert not in_session
+        if address.url == world.engines[0].url:
+            raise WeightError("v: the ranks of engine 0 load nothing of it")
+
+    load_check = SimpleNamespace(check=check)
+    more = {"load_check": lambda: load_check}
+    async with scenario(tmp_path, 2, monkeypatch, **more) as world:
+        for version in (5, 6):
+            await world.members.hold()
+            await world.members.publish(version, Path(f"/w/{version}"))
+            await world.until("7_1")
+    refused, other = world.engines
+    assert "update_weights_from_disk" not in refused.log and other.version == "6"
+    assert checked.count(other.url) == 1 and checked.count(refused.url) >= 1
+    assert f"7_0: {refused.url}: v: the ranks of engine 0 load nothing of it" in caplog.text
 
 
 async def test_hold_returns_when_no_engine_gets_requests(tmp_path, monkeypatch):

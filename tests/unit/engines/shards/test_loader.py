@@ -114,6 +114,26 @@ def test_the_answer_has_the_boxes_of_all_models(tmp_path: Path) -> None:
     assert answer["reasons"].keys() == {"b"}
 
 
+def test_a_rank_records_once_until_its_model_or_the_tensors_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second answer is that of the first recording."""
+    calls: list[Any] = []
+    record = loader.record
+    monkeypatch.setattr(
+        loader, "record", lambda model, types: calls.append(model) or record(model, types)
+    )
+    engine = Engine(tmp_path)
+    first = engine.record()
+    assert engine.record() == first and calls == [engine.policy, engine.draft]
+    engine.draft.embedding.data = torch.zeros(6, 2)[::2]
+    engine.record()
+    assert calls[2:] == [engine.draft]
+    monkeypatch.setitem(TYPES, "e", ((3, 2), "float32"))
+    engine.record()
+    assert calls[3:] == [engine.policy, engine.draft]
+
+
 def test_messages_of_several_senders_reach_both_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,154 @@
+"""Check that engines load every tensor that they are sent, before the first byte is sent.
+
+SGLang's ``load_weights`` skips names that its model does not have, without an error: the engine would
+keep the old values. Input: engines, the tensors of an update. Output: for each engine rank, what its
+models load of them (``rlpost.engines.shards``); or an error that names a tensor of which all ranks of
+an engine together load nothing, or only a part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from common.files import write_atomic
+from rlpost.config.plan.shard_plan import Unit, check_complete
+from rlpost.engines.engine_side_weights import Mover, Receiver, all_do
+from rlpost.engines.shards.messages import serialised
+from rlpost.errors import EngineDied, SyncError, WeightError
+from rlpost.models.regions import BoxGroup, group_from_json
+
+logger = logging.getLogger(__name__)
+TensorTypes = Mapping[str, tuple[Sequence[int], str]]
+"""Shape and dtype of each tensor by its name."""
+
+
+class LoadCheck:
+    """Compares what engines load with what a trainer sends. An engine records once in its life."""
+
+    def __init__(self, units: Sequence[Unit], folder: Path) -> None:
+        """
+        Args:
+            units: the tensors that are sent.
+            folder: shared by all nodes; each check has a folder in it, and removes it.
+        """
+        self._units, self._folder = units, folder
+        self._unchecked: set[str] = set()
+
+    async def check(self, receivers: Sequence[Receiver], *, in_session: bool) -> None:
+        """Check paused engines; those that cannot be checked are named once in the log.
+
+        ``in_session``: a weight update is open. Otherwise one is opened and closed, without weights.
+
+        Raises:
+            WeightError: an engine does not load all of a tensor.
+            SyncError: an engine died, or has no session; the message names it.
+        """
+        asking = [one.client.has_shard_loader() for one in receivers]
+        have_loader = await all_do("report their loader", asking)
+        able = [one for one, has_loader in zip(receivers, have_loader, strict=True) if has_loader]
+        if lacking := [one for one in receivers if one not in able]:
+            self._report(lacking, "it runs without rlpost's loader")
+        if not able:
+            return
+        if not in_session:
+            await all_do("open a session", [one.client.begin_weight_update() for one in able])
+        problem = await self._problem(able)
+        if not in_session:
+            await all_do("close the session", [one.client.end_weight_update() for one in able])
+        if problem is not None:
+            raise problem
+
+    async def _problem(self, receivers: Sequence[Receiver]) -> WeightError | None:
+        name = secrets.token_hex(8)  # engines may live longer than an attempt of the run
+        folder = self._folder / name
+        types = tensor_types(self._units)
+        try:
+            await asyncio.to_thread(folder.mkdir, parents=True)
+            files = await record_loads(receivers, types, folder=folder, message_id=name)
+            await asyncio.to_thread(self._compare, files, list(types))
+        except WeightError as error:
+            return error
+        except (SyncError, OSError) as error:  # an engine elsewhere may not have the folder
+            if isinstance(error.__cause__, EngineDied):
+                raise
+            self._report(receivers, str(error))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return None
+
+    def _compare(self, files: Sequence[Sequence[Path]], names: Sequence[str]) -> None:
+        needed = [[boxes_of(json.loads(one.read_text()), names) for one in each] for each in files]
+        check_complete(self._units, needed)
+
+    def _report(self, receivers: Sequence[Receiver], why: str) -> None:
+        urls = {one.address.url for one in receivers} - self._unchecked
+        self._unchecked |= urls
+        if urls:
+            logger.warning(
+                "%s: whether its model loads every tensor of an update cannot be checked: %s",
+                ", ".join(sorted(urls)),
+                why,
+            )
+
+
+class CheckedMover:
+    """Checks the engines before the first update of a connection; see ``Mover``."""
+
+    def __init__(self, mover: Mover, check: LoadCheck) -> None:
+        self._mover, self._check = mover, check
+        self._is_checked = False
+        self.in_session = mover.in_session
+
+    async def move(self, receivers: Sequence[Receiver], version: int) -> None:
+        """See ``Mover``. Raises WeightError for engines that would not load all that is sent."""
+        if not self._is_checked:
+            await self._check.check(receivers, in_session=self.in_session)
+            self._is_checked = True
+        await self._mover.move(receivers, version)
+
+
+async def record_loads(
+    receivers: Sequence[Receiver], types: TensorTypes, *, folder: Path, message_id: str
+) -> list[list[Path]]:
+    """Let each engine rank record what it loads; return the files of each engine's answers.
+
+    The engines are in a session. Raises SyncError.
+    """
+    tensors = folder / "tensors.json"
+    await asyncio.to_thread(write_json, tensors, types)
+    files = [
+        [folder / f"engine-{number}-{rank}.json" for rank in range(one.address.num_gpus)]
+        for number, one in enumerate(receivers)
+    ]
+    message = {"do": "record", "id": message_id, "tensors": str(tensors)}
+    recording = []
+    for one, answers in zip(receivers, files, strict=True):
+        payloads = [serialised(message | {"answer": str(answer)}) for answer in answers]
+        recording.append(one.client.send_to_loader(payloads))
+    await all_do("record what they load", recording)
+    return files
+
+
+def boxes_of(answer: Mapping[str, list[list[object]]], names: Sequence[str]) -> list[BoxGroup]:
+    """The boxes in the answer of an engine rank; ``names`` of the tensors by their number."""
+    return [group_from_json(fields, names) for fields in answer["boxes"]]
+
+
+def tensor_types(units: Sequence[Unit]) -> TensorTypes:
+    """Shape and dtype of each tensor. The order numbers them in the files that are exchanged."""
+    return {one.name: (one.shape, one.dtype) for unit in units for one in unit.tensors}
+
+
+def write_json(path: Path, values: Mapping[str, object] | Iterable[object]) -> None:
+    """Write a list or a mapping as JSON, in pieces: the encoding of each holds Python's lock."""
+    if isinstance(values, Mapping):
+        items = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+        write_atomic(path, f"{{{', '.join(items)}}}")
+    else:
+        write_atomic(path, f"[{', '.join(map(json.dumps, values))}]")
