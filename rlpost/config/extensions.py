@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 _Row = TypeVar("_Row")
 ENTRY_POINTS = "rlpost.extensions"
 FOLDER = Path(__file__).parents[1] / "extensions"
+BOXED = "boxed_"
+"""Before the name of a reward of a text: it scores the content of a box."""
+EXACT_MATCH, REMOTE = "exact_match", "remote_rm"
+"""The rewards of the core, by --rm-type: the default, and that of a server."""
 NO_JOINING = "this installation has no extension for engines in other jobs; leave it out"
 _NO_CPU = "this installation has no extension for machines without GPUs; install it, or use nodes with GPUs"
 
@@ -218,15 +222,29 @@ def examples() -> Any:
 
 def rewards() -> dict[str, NamedReward]:
     """Return the rewards that models give, by --rm-type. Raises ConfigError for a name that is taken."""
-    return _new("reward", {}, lambda one: one.rewards)
+    return _new_rewards((EXACT_MATCH, REMOTE), lambda one: one.rewards)
 
 
-def text_rewards(taken: Iterable[str]) -> dict[str, TextReward]:
-    """Return the rewards that are functions of a text, by --rm-type; ``taken``: names of others.
+def text_rewards() -> dict[str, TextReward]:
+    """Return the rewards that are functions of a text, by --rm-type.
 
     Raises ConfigError for a name that is taken.
     """
-    return _new("reward", dict.fromkeys(taken), lambda one: one.text_rewards)
+    return _new_rewards((EXACT_MATCH, REMOTE, *rewards()), lambda one: one.text_rewards)
+
+
+def _new_rewards(
+    taken: Iterable[str], rows_of: Callable[[Extension], Mapping[str, _Row]]
+) -> dict[str, _Row]:
+    added = _new("reward", dict.fromkeys(taken), rows_of)
+    for each in extensions():
+        for name in rows_of(each):
+            if name.startswith(BOXED):
+                raise ConfigError(
+                    f"extension {each.name}: the reward {name} begins with {BOXED}: --rm-type {name} is the reward "
+                    f"{name.removeprefix(BOXED)!r} of the content of a box; give it another name"
+                )
+    return added
 
 
 def check_rewards(settings: RolloutConfig) -> None:

@@ -24,6 +24,7 @@ from rlpost.config.moved import MOVED
 from rlpost.config.tree import Tree
 from rlpost.errors import ConfigError
 from rlpost.observe.reporter import try_to_write_report
+from rlpost.tasks.reward.registry import reward_function
 from tests.unit.test_architecture import FILES, ROOT, imports, module_name, nodes
 
 ROWS = [row.name for row in extensions.extensions()]
@@ -347,7 +348,7 @@ def test_a_hook_of_one_extension_is_refused_for_two(monkeypatch) -> None:
     named = {
         "mirrors": extensions.mirrors,
         "rewards": extensions.rewards,
-        "text_rewards": lambda: extensions.text_rewards({}),
+        "text_rewards": extensions.text_rewards,
     }
     for field, asked in named.items():
         taken = {name: object() for one in ours for name in getattr(one, field)}
@@ -355,3 +356,26 @@ def test_a_hook_of_one_extension_is_refused_for_two(monkeypatch) -> None:
         monkeypatch.setattr(extensions, "extensions", lambda row=row: (*ours, row))
         with pytest.raises(ConfigError, match="exists; give it another name"):
             asked()
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ({"rewards": "exact_match"}, "the reward exact_match exists"),
+        ({"rewards": "remote_rm"}, "the reward remote_rm exists"),
+        ({"text_rewards": "exact_match"}, "the reward exact_match exists"),
+        ({"text_rewards": "remote_rm"}, "the reward remote_rm exists"),
+        ({"rewards": "own", "text_rewards": "own"}, "the reward own exists"),
+        ({"rewards": "boxed_own"}, "the reward boxed_own begins with boxed_: .* 'own' of"),
+        ({"text_rewards": "boxed_math"}, "the reward boxed_math begins with boxed_: .* 'math' of"),
+    ],
+)
+def test_a_reward_whose_name_means_another_is_refused_when_names_are_read(
+    names, problem, monkeypatch
+) -> None:
+    """--rm-type would take the other, and the extension's would never be called."""
+    ours = extensions.extensions()
+    row = Extension(name="theirs", **{field: {name: object()} for field, name in names.items()})
+    monkeypatch.setattr(extensions, "extensions", lambda: (*ours, row))
+    with pytest.raises(ConfigError, match=f"extension theirs: {problem}.*; give it another name"):
+        reward_function("exact_match")

@@ -14,15 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlpost.config import extensions
-from rlpost.config.extensions import TextReward
+from rlpost.config.extensions import BOXED, EXACT_MATCH, TextReward
+from rlpost.config.extensions import REMOTE as REMOTE
 from rlpost.errors import ConfigError, suggestion
 from rlpost.tasks.reward.answer_extraction import after_thinking, last_boxed
 
 RewardFunction = Callable[[str, str | None, Mapping[str, object]], float]
-
-BOXED = "boxed_"
-REMOTE = "remote_rm"
-"""Computed by a server (``rlpost.tasks.reward.engine_reward``), so only its name is known here."""
 
 
 def exact_match(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
@@ -33,7 +30,7 @@ def exact_match(response: str, label: str | None, metadata: Mapping[str, object]
     return float(label is not None and after_thinking(response).strip() == label.strip())
 
 
-REWARDS = {"exact_match": TextReward("rlpost.tasks.reward.registry:exact_match")}
+REWARDS = {EXACT_MATCH: TextReward("rlpost.tasks.reward.registry:exact_match")}
 """Those of the core: the default of --rm-type."""
 
 
@@ -81,12 +78,15 @@ def is_isolated(name: str) -> bool:
 
 
 def other_rewards() -> tuple[str, ...]:
-    """Return the rewards that are no function of a text: of a server, or of a model."""
+    """Return the rewards that are no function of a text.
+
+    That of a server (``rlpost.tasks.reward.engine_reward``), and those of models.
+    """
     return (REMOTE, *extensions.rewards())
 
 
 def _rewards() -> dict[str, TextReward]:
-    return REWARDS | extensions.text_rewards((*REWARDS, *other_rewards()))
+    return REWARDS | extensions.text_rewards()
 
 
 def _named(name: str) -> TextReward:

@@ -6,7 +6,7 @@ from rlpost.config.extensions import text_rewards
 from rlpost.errors import ConfigError
 from rlpost.tasks.reward.registry import REWARDS, is_isolated, reward_function
 
-NAMES = [*REWARDS, *text_rewards(REWARDS)]
+NAMES = [*REWARDS, *text_rewards()]
 
 
 @pytest.mark.parametrize(
