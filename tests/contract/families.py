@@ -288,8 +288,11 @@ All layers of the MoE model have experts: SGLang ignores ``mlp_only_layers`` of 
 """
 
 
-def make_family(folder: Path, name: str) -> None:
-    """Save the tiny model of a family; norms are not all one and biases not all zero."""
+def make_family(folder: Path, name: str, *, as_published: bool = True) -> None:
+    """Save the tiny model of a family; norms are not all one and biases not all zero.
+
+    ``as_published`` false: as transformers saves it.
+    """
     import transformers
 
     kind, config = _config(name)
@@ -299,7 +302,8 @@ def make_family(folder: Path, name: str) -> None:
     model.save_pretrained(folder)
     if name.endswith(WITH_MTP):
         _add_mtp_layer(folder)
-    stack_experts(folder, name)
+    if as_published:
+        stack_experts(folder, name)
 
 
 def stack_experts(folder: Path, name: str) -> None:

@@ -95,3 +95,14 @@ def test_packed_logits_equal_those_of_transformers_and_an_export_equals_its_impo
     if name in WITH_IMAGES:
         for file in ("config.json", *OF_PROCESSOR):
             assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
+
+
+def test_experts_as_transformers_saves_them_are_refused_with_the_tensor_and_the_remedy(tmp_path):
+    """It saves those of Qwen3-VL-MoE transposed, which SGLang does not read either."""
+    make_family(tmp_path / "model", "qwen3-vl-moe", as_published=False)
+    settings = rank_config(
+        str(tmp_path / "model"), distributed_timeout_minutes=2, **LAYOUTS["tp2-sp"][1]
+    )
+    named = r"layers\.0\.mlp\.experts\.gate_up_proj in .*/model: each expert is \(96, 64\)"
+    with pytest.raises(AssertionError, match=f"{named}.*transpose the last two dimensions"):
+        run_ranks(look, 2, settings, samples=SAMPLES, export=str(tmp_path))

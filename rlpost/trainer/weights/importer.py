@@ -19,10 +19,11 @@ from safetensors import safe_open
 from common.units import counted
 from rlpost.errors import WeightError
 from rlpost.models.fp8 import SUFFIX, has_powers_of_two
+from rlpost.models.layout_rows import TRANSPOSED
 from rlpost.models.names import Rule, expert_number, renamed
 from rlpost.trainer import device
 from rlpost.trainer.weights import layouts
-from rlpost.trainer.weights.inventory import EMBEDDING, Inventory
+from rlpost.trainer.weights.inventory import EMBEDDING, Held, Inventory
 from rlpost.trainer.weights.quantise import (
     BLOCKS,
     SCALES,
@@ -192,6 +193,7 @@ def import_weights(inventory: Inventory, source: HuggingFaceFolder) -> None:
     for number, (name, held) in enumerate(inventory.held.items(), start=1):
         rule, tensor = held.rule, held.tensor
         part = layouts.merge(_tensors_of(source, rule), rule.layout, inventory.dims)
+        _check_not_transposed(part, held, folder)
         if rule.layout == "vocabulary" and len(part) != inventory.dims.vocab_size:
             # A few rows more or fewer would be padding of the tensor-parallel ranks.
             raise WeightError(
@@ -257,6 +259,22 @@ def _checked_copy(source: HuggingFaceFolder, inventory: Inventory) -> str:
             "config.json would leave it out; set it to false there, or remove the tensor"
         )
     return head
+
+
+def _check_not_transposed(part: torch.Tensor, held: Held, folder: Path) -> None:
+    """Raise WeightError if a tensor that is stored input before output is stored the other way."""
+    whole = list(held.tensor.shape)
+    if held.dim is not None:
+        whole[held.dim] *= held.group.size()
+    if held.rule.layout not in TRANSPOSED or list(part.shape) == whole:
+        return
+    if list(part.mT.shape) == whole:
+        (name,) = held.rule.hugging_face
+        raise WeightError(
+            f"{name} in {folder}: each expert is {tuple(part.mT.shape)}, output before input, as transformers 5 saves "
+            f"it, but the model and SGLang need {tuple(part.shape)}, as published; use the published folder, or "
+            "transpose the last two dimensions of experts.gate_up_proj and experts.down_proj in all layers"
+        )
 
 
 def _tensors_of(source: HuggingFaceFolder, rule: Rule) -> list[torch.Tensor]:
