@@ -133,6 +133,27 @@ def test_each_point_is_a_run_with_its_settings_and_its_job(slurm, capsys):
     assert "exists; use another name" in error_of(capsys, *words[1:])
 
 
+def test_list_and_status_say_which_runs_of_a_sweep_have_completed(slurm, capsys):
+    """By Slurm as long as it knows a job, then by the run's ledger."""
+    assert main(["sweep", "recipe.toml", *GRID, "--name", "s"]) == 0
+    known = r"1|COMPLETED|0:00|N/A|n1|None\n2|RUNNING|1:00:00|N/A|n1|None\n"
+    commands(slurm / "bin", squeue=f"printf '{known}'")
+    for point in (0, 2):
+        RunFolder(slurm / f"runs/s-p{point}").ledger.append("done", step=3, weights="x")
+    words = ["list", "--runs-dir", str(slurm / "runs"), "--json"]
+    states = {"s-p0": "COMPLETED", "s-p1": "RUNNING", "s-p2": "COMPLETED", "s-p3": "UNKNOWN"}
+    completed = {name: state for name, state in states.items() if state == "COMPLETED"}
+    for more, expected in (([], states), (["--state", "completed"], completed)):
+        capsys.readouterr()
+        assert main([*words, *more]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert {one["name"]: one["state"] for one in shown} == expected
+    for name, state in states.items():
+        code = 3 if state == "UNKNOWN" else 0
+        assert main(["status", str(slurm / "runs" / name), "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["state"] == state
+
+
 def test_submissions_of_the_same_second_have_their_own_folders_and_jobs(slurm, capsys, monkeypatch):
     class Clock:
         now = staticmethod(lambda: datetime(2026, 1, 2, 3, 4, 5))
