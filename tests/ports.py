@@ -51,7 +51,7 @@ def _free_ports() -> Iterator[int]:
 
 def _unclaimed_ports() -> range:
     """The ports above the kernel's range for outgoing connections, or, where these are few, below
-    those of the product's jobs (bootstrap/links/ports.py).
+    those of the product's jobs (common/port_blocks.py).
     """
     highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[1])
     above = range(highest + 1, 65536)

@@ -26,7 +26,6 @@ from bootstrap.agent.verdict import AttemptVerdict, write_verdict
 from bootstrap.links.deadline import JobClock
 from bootstrap.links.identity import Facts, FactsError, read_facts
 from bootstrap.links.monitor import StopSignals
-from bootstrap.links.ports import PortError
 from bootstrap.network.here import NetworkError
 from bootstrap.preflight.probe import raise_limits
 from common.attempt import SECRET_FILE, VERDICT_FILE
@@ -34,6 +33,7 @@ from common.files import write_first
 from common.jit_caches import jit_cache_environment
 from common.log_format import configure_logging
 from common.modes import become_private
+from common.port_blocks import PortError
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,6 @@ from bootstrap.links.awaiting import all_or_first_error, first_of, look_at_error
 from bootstrap.links.identity import Facts
 from bootstrap.links.link import Link, LinkLost
 from bootstrap.links.monitor import StopSignals
-from bootstrap.links.ports import PortBlock, PortError, claim_block, ephemeral_floor
 from bootstrap.links.session_folder import SessionFolder, make_session_folder
 from bootstrap.network.here import (
     LOOPBACK_IFNAME,
@@ -70,6 +69,7 @@ from common.cluster import Cluster
 from common.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from common.files import tail, text_or_empty, write_atomic
 from common.message_codec import Message
+from common.port_blocks import PortBlock, PortError, claim_block, ephemeral_floor
 from common.units import counted
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from bootstrap.agent.ray_process import parse_registered
 from bootstrap.agent.verdict import describe_exit
 from bootstrap.links.awaiting import first_of
 from bootstrap.links.monitor import Kept
-from bootstrap.links.ports import busy_ports
 from bootstrap.links.session_folder import SessionFolder
 from common.addresses import host_port
 from common.files import tail
+from common.port_blocks import busy_ports
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,6 @@ from bootstrap.links.awaiting import first_of
 from bootstrap.links.identity import Facts
 from bootstrap.links.link import SILENCE_S, Link, LinkLost
 from bootstrap.links.monitor import StopSignals
-from bootstrap.links.ports import PortBlock, candidate_blocks, ephemeral_floor
 from bootstrap.links.session_folder import SessionFolder, make_session_folder
 from bootstrap.network.detect import Detection
 from bootstrap.network.here import (
@@ -58,6 +57,7 @@ from common.attempt import EXCLUDE_FILE, SECRET_FILE, VERDICT_FILE, VERDICT_JSON
 from common.files import write_atomic, write_first
 from common.lost_nodes import read_lost_nodes
 from common.message_codec import Message
+from common.port_blocks import PortBlock, candidate_blocks, ephemeral_floor
 
 logger = logging.getLogger(__name__)
 

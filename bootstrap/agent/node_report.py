@@ -13,12 +13,12 @@ from dataclasses import asdict, replace
 from bootstrap.agent.rendezvous import NodeReport, installed_versions
 from bootstrap.links.identity import Facts
 from bootstrap.links.link import Link
-from bootstrap.links.ports import PortBlock, busy_ports
 from bootstrap.network.detect import Detection
 from bootstrap.network.here import NetworkError, ifname_of, local_addresses
 from bootstrap.network.network_facts import NetworkFacts
 from bootstrap.preflight.comparison import network_row
 from bootstrap.preflight.table import HostFacts
+from common.port_blocks import PortBlock, busy_ports
 
 ReadNetwork = Callable[[str, str], tuple[NetworkFacts, Detection]]
 """Interface, address -> facts and settings of this node's network."""

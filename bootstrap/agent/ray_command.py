@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootstrap.links.identity import Facts
-from bootstrap.links.ports import PortBlock
 from bootstrap.network.here import socket_environment
 from common.addresses import host_port
 from common.attempt import SECRET_VARIABLE
+from common.port_blocks import PortBlock
 
 # sockaddr_un.sun_path holds 107 bytes and Ray appends about 65
 # ("/session_<date>_<time>_<pid>/sockets/plasma_store").

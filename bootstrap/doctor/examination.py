@@ -35,7 +35,6 @@ from bootstrap.agent.rendezvous import (
 from bootstrap.check_result import Check
 from bootstrap.links.identity import Facts
 from bootstrap.links.link import Link, LinkLost
-from bootstrap.links.ports import candidate_blocks, claim_block, ephemeral_floor
 from bootstrap.network.here import ifname_of, local_addresses, network_here
 from bootstrap.network.host import read_host
 from bootstrap.network.sockets import published_addresses
@@ -44,6 +43,7 @@ from bootstrap.preflight.table import Preflight
 from common.addresses import host_port
 from common.attempt import SECRET_FILE
 from common.files import text_or_empty, write_atomic, write_first
+from common.port_blocks import candidate_blocks, claim_block, ephemeral_floor
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from bootstrap.agent.options import Options
 from bootstrap.agent.ray_command import temp_dir
 from bootstrap.doctor.examination import NoContactError, examine_all, meeting_folder
 from bootstrap.links.identity import Facts, read_facts
-from bootstrap.links.ports import PortError
 from bootstrap.network.here import NetworkError
 from bootstrap.preflight.checks import check_host
 from bootstrap.preflight.probe import CANARY_DIR, raise_limits, read_host
 from bootstrap.preflight.table import Preflight, Requirements
+from common.port_blocks import PortError
 from common.terminal import visible_output
 
 

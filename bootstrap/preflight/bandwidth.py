@@ -18,10 +18,10 @@ from typing import Any
 
 from bootstrap.links.link import Link, LinkLost
 from bootstrap.links.monitor import Kept
-from bootstrap.links.ports import PortBlock
 from bootstrap.network.here import ifname_of, local_addresses, network_here
 from common.attempt import SECRET_FILE, SECRET_VARIABLE
 from common.files import tail
+from common.port_blocks import PortBlock
 
 DEADLINE_S = 120.0  # mostly for the import of torch from a shared file system
 _PROBE = "bootstrap.preflight.bandwidth_probe"

@@ -216,7 +216,7 @@ def test_a_slow_head_is_waited_for(lab: Lab) -> None:
 # Listens as long as its parent exists: the shell that becomes the agent.
 LISTEN = """
 import os, pathlib, socket, sys, time
-from bootstrap.links.ports import candidate_blocks, ephemeral_floor
+from common.port_blocks import candidate_blocks, ephemeral_floor
 agent = os.getppid()
 base = next(candidate_blocks(os.environ["SLURM_JOB_ID"], ephemeral_floor())).base
 taken = socket.create_server(("", base + 4))

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from bootstrap.links.ports import candidate_blocks, ephemeral_floor
+from common.port_blocks import candidate_blocks, ephemeral_floor
 from tests.cluster.attempts import Attempt, on_node
 from tests.cluster.lab import REPOSITORY, Lab
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from bootstrap.links.ports import BLOCK_SIZE, PortBlock
+from common.port_blocks import BLOCK_SIZE, PortBlock
 from tests.e2e.runs import ROOT
 from tests.processes import living
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from bootstrap.links.ports import BLOCK_SIZE
+from common.port_blocks import BLOCK_SIZE
 from rlpost.durable.recorded import read_groups
 from tests.e2e import crash_answers
 from tests.e2e.local_run import LocalRun

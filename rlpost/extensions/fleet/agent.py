@@ -18,12 +18,14 @@ import asyncio
 import ipaddress
 import logging
 import os
+import random
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from common.files import is_there
 from common.fleet_name import GROUP, POLICY
 from common.jit_caches import jit_cache_environment
 from common.log_format import configure_logging
+from common.port_blocks import PortError, busy_ports, claim_block, ephemeral_floor
 from common.run_folder import RunFolder
 from common.stop_file import parse_stop
 from rlpost.config.engine_args import engine_args, engine_variables
@@ -65,7 +68,6 @@ CONTROL_S = 10.0  # timeout of one control request to the agent's server
 START_S = 3600.0  # a large model loads slowly; the engine serves nothing before that
 NOT_ADMITTED = "not-admitted"
 """Weight version of a new server; not an integer, so that an answer that carries it is an error."""
-PORTS = range(20_000, 32_000)  # below Linux' ephemeral ports
 PATIENCE = Patience()
 PREFLIGHT = "bootstrap.doctor.node"
 
@@ -134,6 +136,7 @@ class Agent:
         self._alive_before_s, self._began = self._record.alive_s, time.monotonic()
         self._written_at = self._ledger_at = -1e9
         self._waits, self._run_end = False, ""
+        self._ports: Ports | None = None
 
     def run(self) -> int:
         """Serve until the rules say to leave; return the exit code."""
@@ -183,10 +186,12 @@ class Agent:
 
     def _engine(self, config: Config) -> Engine:
         os.environ.update(engine_variables(config))  # the server inherits them
+        if self._ports is None:
+            self._ports = Ports(self._options.engine)
         return self._make_engine(
             model_path=config.checkpoint.hf_checkpoint,
             api_key=self._folder.secret(),
-            server_args=server_args(config, free_port()),
+            server_args=server_args(config, self._ports.draw()),
             log_path=self._folder.logs / f"{self._options.engine}-server.log",
             num_gpus=self._options.num_gpus,
             ignores_term=True,
@@ -194,10 +199,12 @@ class Agent:
 
     def _start(self, engine: Engine, lease: Lease) -> Future[str]:
         """Start the server in a thread, paused; the future is its URL."""
+        assert self._ports is not None
+        port = self._ports.draw()
 
         def start() -> str:
             host = local_address(driver_address(lease))
-            url = engine.start(host, free_port(), deadline_s=START_S).url
+            url = engine.start(host, port, deadline_s=START_S).url
             self._pause(url)
             return url
 
@@ -291,20 +298,31 @@ def driver_address(lease: Lease) -> str:
     return ANYWHERE if ipaddress.ip_address(address).is_loopback else address
 
 
-def free_port(ports: range = PORTS) -> int:
-    """Return a random port on which nothing listens.
+class Ports:
+    """The ports of an agent's servers: a block as that of a run, which no other job of the node has."""
 
-    Random, so that an earlier server's address is not used again soon. Raises RlpostError.
-    """
-    for _ in range(100):
-        port = ports[secrets.randbelow(len(ports))]
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise RlpostError(f"no free port from {ports[0]} to {ports[-1]} in 100 tries")
+    def __init__(self, engine: str) -> None:
+        """Claim a block for as long as this object lives. Raises RlpostError."""
+        try:
+            block, self._claim = claim_block(engine, ephemeral_floor(), "")
+        except PortError as error:
+            raise RlpostError(str(error)) from error
+        self._ports = deque(block.job_ports)
+        random.SystemRandom().shuffle(self._ports)
+
+    def draw(self) -> int:
+        """Return a port on which nothing listens, again only after all others. Raises RlpostError.
+
+        In random order, so that an earlier server's address is not used again soon.
+        """
+        for _ in range(len(self._ports)):
+            self._ports.rotate()
+            port = self._ports[0]
+            if not busy_ports(range(port, port + 1)):
+                return port
+        raise RlpostError(
+            f"all ports from {min(self._ports)} to {max(self._ports)} are in use; start another engine job"
+        )
 
 
 def preflight(options: EngineJobOptions) -> str | None:

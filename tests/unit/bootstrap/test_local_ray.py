@@ -22,9 +22,9 @@ from bootstrap.agent import local_ray, ray_process
 from bootstrap.agent.local_ray import LocalRay, RayError
 from bootstrap.agent.ray_command import RayNode, ray_temp_dir
 from bootstrap.agent.ray_process import parse_registered, registered_line
-from bootstrap.links.ports import PortBlock, claim_block, ephemeral_floor
 from bootstrap.links.session_folder import make_session_folder
 from common.files import is_private
+from common.port_blocks import PortBlock, claim_block, ephemeral_floor
 
 REPOSITORY = Path(__file__).parents[3]
 HEAD, OTHER = "127.0.0.1", "127.0.0.3"

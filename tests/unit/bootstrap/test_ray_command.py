@@ -15,7 +15,7 @@ from bootstrap.agent.ray_command import (
     temp_dir,
 )
 from bootstrap.links.identity import Facts
-from bootstrap.links.ports import PortBlock
+from common.port_blocks import PortBlock
 
 FACTS = Facts("n02", 1, ("n01", "n02"), "4711", 3, in_slurm=True)
 

@@ -19,9 +19,9 @@ from bootstrap.agent.rendezvous import (
     check_versions,
     join,
 )
-from bootstrap.links.ports import claim_block, ephemeral_floor
 from bootstrap.network.sockets import Address
 from common.message_codec import MessageCodec, hello_key
+from common.port_blocks import claim_block, ephemeral_floor
 
 SECRET = b"the secret of the attempt"
 

@@ -12,8 +12,8 @@ import pytest
 
 from bootstrap.agent.options import parse_options
 from bootstrap.agent.ray_command import RayNode, start_argv
-from bootstrap.links.ports import PortBlock
 from common.attempt import DRIVER_RESTARTS
+from common.port_blocks import PortBlock
 from rlpost.cli.entry import run_command
 from rlpost.cli.job import job_spec
 from rlpost.config.load import load

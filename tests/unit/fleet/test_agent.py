@@ -1,8 +1,10 @@
 """The agent of an engine, with a fake server and the files that a driver would write."""
 
 import os
+import socket
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,7 @@ import pytest
 
 from common.addresses import ANYWHERE
 from common.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from common.port_blocks import claim_block, ephemeral_floor
 from common.run_folder import RunFolder
 from rlpost.config.engine_args import FEATURE_CACHE
 from rlpost.config.engine_groups import group_config
@@ -23,8 +26,8 @@ from rlpost.extensions.fleet.agent import (
     NOT_ADMITTED,
     Agent,
     EngineJobOptions,
+    Ports,
     driver_address,
-    free_port,
     server_args,
 )
 from rlpost.extensions.fleet.agent_rules import AgentRules, Patience
@@ -282,8 +285,24 @@ def test_an_answer_of_a_server_that_was_not_admitted_is_an_error():
     assert not NOT_ADMITTED.isdecimal()  # rollout.answer refuses it
 
 
-def test_ports_are_found():
-    assert len({free_port() for _ in range(5)}) > 1
+def test_ports_of_two_agents_and_of_a_run_on_one_node_differ():
+    """Also if both agents have the engine's name of another array; an agent draws none twice."""
+    floor = ephemeral_floor()
+    one, other = Ports("7_0"), Ports("7_0")
+    run, claim = claim_block(str(zlib.crc32(b"7_0")), floor, "127.0.0.1")
+    drawn = [[ports.draw() for _ in range(50)] for ports in (one, other)]
+    assert len({*drawn[0], *drawn[1]}) == 100
+    assert drawn[0] != sorted(drawn[0])
+    assert not {*drawn[0], *drawn[1]} & {*run.job_ports, *run.service_ports}
+    assert max(map(max, drawn)) < floor
+    claim.close()
+
+
+def test_a_port_on_which_something_listens_is_not_drawn():
+    ports = Ports("7_1")
+    taken = ports._ports[-1]
+    with socket.create_server(("127.0.0.1", taken)):
+        assert ports.draw() != taken
 
 
 def test_the_time_of_all_incarnations_of_a_job_is_counted(world):

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bootstrap.links import ports
-from bootstrap.links.ports import (
+from common import port_blocks as ports
+from common.addresses import host_port
+from common.port_blocks import (
     BLOCK_SIZE,
     PortBlock,
     PortError,
@@ -19,7 +20,6 @@ from bootstrap.links.ports import (
     claim_block,
     ephemeral_floor,
 )
-from common.addresses import host_port
 
 
 @given(st.text(min_size=1, max_size=12), st.integers(9000, 61000))
