@@ -20,9 +20,12 @@ from typing import Any
 
 import torch
 
+from rlpost.config.plan.shard_plan import SentTensor, Unit, check_complete
 from rlpost.engines import server
+from rlpost.engines.load_check import boxes_of
 from rlpost.engines.shards import failures, loader, messages
 from rlpost.engines.shards.parameters import Parameters
+from rlpost.errors import WeightError
 from rlpost.extensions.on_cpu.engine import engine_settings
 from rlpost.models.regions import Box, Boxes, group_from_json
 from tests.contract.families import load_folder
@@ -51,8 +54,8 @@ class Compared:
     """Tensors of the model that the recording changed."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Tensors that are loaded by name."""
-    left_out: list[str] = field(default_factory=list)
-    """Tensors of which the rank needs nothing."""
+    problem: str = ""
+    """Why an engine that is this rank alone is refused."""
     num_bytes: int = 0
     """That the rank receives."""
     total_bytes: int = 0
@@ -219,13 +222,22 @@ def compare(folder: Path, layout: Layout) -> Compared:
                 recorded = driver.record()
                 compared.changed = differing(expected, held(model))
                 compared.reasons = recorded["reasons"]
-                needed = {box.tensor for boxes in driver.buckets for box in boxes}
-                compared.left_out = [name for name in tensors if name not in needed]
+                compared.problem = problem_of(recorded, driver.types)
                 compared.num_boxes = sum(len(one[-1]) for one in recorded["boxes"])
             spoil(model, filled)
             compared.num_bytes = driver.update(values)
             compared.differing += differing(expected, held(model))
     return compared
+
+
+def problem_of(recorded: dict[str, Any], types: dict[str, tuple[tuple[int, ...], str]]) -> str:
+    """Return why the answer of an engine with one rank is refused; empty if it is not."""
+    units = [Unit(0, (SentTensor(name, *about),)) for name, about in types.items()]
+    try:
+        check_complete(units, [[boxes_of(recorded, list(types))]])
+    except WeightError as error:
+        return str(error)
+    return ""
 
 
 def compare_all(cases: list[tuple[Path, Layout]]) -> list[Compared | str]:
