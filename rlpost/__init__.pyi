@@ -4,9 +4,7 @@ from rlpost.algorithm.objective import Tokens as Tokens
 from rlpost.config.load import load as load
 from rlpost.errors import ConfigError as ConfigError
 from rlpost.errors import GradingLost as GradingLost
-from rlpost.extensions.agents.environments.turns import Step as Step
-from rlpost.extensions.agents.environments.turns import Turn as Turn
-from rlpost.extensions.in_process.run import InProcessRun as InProcessRun
+from rlpost.extensions import *  # noqa: F403
 from rlpost.models.family import Family as Family
 from rlpost.rollout.response_builder import ResponseBuilder as ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams as SamplingParams

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/ and the stub of rlpost: ``python tools/make_docs.py [--check]``.
+"""Write the generated pages of docs/ and the stubs of rlpost: ``python tools/make_docs.py [--check]``.
 
 With --check nothing is written; the exit code is 1 if a page is out of date.
 """
@@ -19,7 +19,7 @@ from pages.published_runs import speed_page as speed
 from pages.recipes import recipes_page as recipes
 from pages.settings import settings_page as settings
 from pages.slime_flags import slime_flags_page as slime_flags
-from pages.stub import public_stub as stub
+from pages.stub import extensions_stub, public_stub
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {
@@ -32,7 +32,8 @@ PAGES = {
     "slime-flags.md": slime_flags,
     "migrating.md": migrating,
     "speed.md": speed,
-    "../rlpost/__init__.pyi": stub,
+    "../rlpost/__init__.pyi": public_stub,
+    "../rlpost/extensions/__init__.pyi": extensions_stub,
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import rlpost
 from tools.pages.api import public_names
-from tools.pages.stub import public_stub
+from tools.pages.stub import extensions_stub, public_stub
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,10 +23,18 @@ def test_a_public_name_is_the_object_of_its_module_and_on_the_page(name):
     )
 
 
-def test_the_types_of_the_package_are_those_of_its_names():
-    stub = (ROOT / "rlpost/__init__.pyi").read_text()
-    assert stub == public_stub(), "run make docs"
-    assert all(f" as {name}\n" in stub for name in public_names())
+def test_the_types_of_the_package_are_those_of_its_names(tmp_path):
+    core = (ROOT / "rlpost/__init__.pyi").read_text()
+    added = (ROOT / "rlpost/extensions/__init__.pyi").read_text()
+    assert (core, added) == (public_stub(), extensions_stub()), "run make docs"
+    assert "extensions." not in core
+    lines = [f"reveal_type(rlpost.{name})" for name in public_names()]
+    (tmp_path / "names.py").write_text("\n".join(["import rlpost", *lines]))
+    checker = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(tmp_path / "names.py")]
+    done = subprocess.run(checker, capture_output=True, text=True, cwd=ROOT)
+    types = [line for line in done.stdout.splitlines() if "Revealed type" in line]
+    assert done.returncode == 0 and len(types) == len(lines), done.stdout
+    assert '"Any"' not in done.stdout
 
 
 def test_another_name_is_an_error():
