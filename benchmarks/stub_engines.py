@@ -65,7 +65,6 @@ def prepared_answer(length: int, seed: int, largest_id: int = LARGEST_ID) -> Pre
         "meta_info": {
             "id": f"{seed:032x}",
             "finish_reason": {"type": "stop", "matched": ids[-1]},
-            "prompt_tokens": 64,
             "weight_version": "1",
             "completion_tokens": length,
             "cached_tokens": 0,

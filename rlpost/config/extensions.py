@@ -51,31 +51,62 @@ _NO_CPU = "this installation has no extension for machines without GPUs; install
 def extensions() -> tuple[Extension, ...]:
     """Return the extensions of this installation, ours first.
 
-    Raises ConfigError for one of another package that cannot be loaded.
+    Raises ConfigError for one of another package that cannot be loaded, or whose name is taken.
     """
     names = sorted(path.parent.name for path in FOLDER.glob("*/extension.py"))
-    ours = [import_module(f"rlpost.extensions.{name}.extension").EXTENSION for name in names]
-    return (*ours, *map(_of_package, entry_points(group=ENTRY_POINTS)))
+    rows = [import_module(f"rlpost.extensions.{name}.extension").EXTENSION for name in names]
+    for point in entry_points(group=ENTRY_POINTS):
+        row = _of_package(point)
+        if row.name in {each.name for each in rows}:
+            raise ConfigError(
+                f"{_where(point)}: there is another extension {row.name}; give it another name"
+            )
+        rows.append(row)
+    return tuple(rows)
+
+
+def of_packages() -> list[Extension]:
+    """Return the extensions of other packages."""
+    return [each for each in extensions() if not (FOLDER / each.name).is_dir()]
+
+
+def _where(point: Any) -> str:
+    return f"{ENTRY_POINTS} {point.name} = {point.value}"
 
 
 def _of_package(point: Any) -> Extension:
-    where = f"{ENTRY_POINTS} {point.name} = {point.value}"
     try:
         extension = point.load()
-    except Exception as error:  # importing a package may raise anything
-        raise ConfigError(f"{where}: cannot load it: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # importing a package may raise anything
+        raise ConfigError(
+            f"{_where(point)}: cannot load it: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(extension, Extension):
         raise ConfigError(
-            f"{where}: got a {type(extension).__name__}; provide an "
+            f"{_where(point)}: got a {type(extension).__name__}; provide an "
             "rlpost.config.extensions.Extension"
         )
     return extension
 
 
 def load(path: str) -> Any:
-    """Return the value that ``module:name`` names."""
+    """Return the value that ``module:name`` names.
+
+    Raises:
+        ConfigError: there is no such module or name.
+        ImportError: the module needs a library that is not installed.
+    """
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    problem = f"an extension names {path}, which does not exist; install versions of both that fit"
+    try:
+        loaded = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(problem) from error
+    if not hasattr(loaded, name):
+        raise ConfigError(problem)
+    return getattr(loaded, name)
 
 
 def tables(core: Mapping[str, type[Group]] | None = None) -> dict[str, type[Group]]:

@@ -55,7 +55,7 @@ from rlpost.tasks.prompt_settings import image_processor, prompt_set
 from rlpost.tasks.prompts import PromptSet
 from rlpost.tasks.reward.given import GivenRewards
 from rlpost.tasks.reward.grader import Grader, Rewards, make_grader
-from rlpost.tasks.tokenizer import PromptTokenizer, eos_token_ids
+from rlpost.tasks.tokenizer import PromptTokenizer
 from rlpost.tasks.vocabulary import vocabulary_size
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample
 
@@ -140,7 +140,7 @@ class Generation:
         )
         self._images = image_requests(config, run_folder, self.tokenizer)
         image_tokens = () if self._images is None else self._images.tokens.all
-        self._eos = (*eos_token_ids(folder), *image_tokens)
+        self._eos = (*self.tokenizer.end_ids, *image_tokens)
         self.engines = EngineClients.of(config)
         """The clients of the groups of engines; rewards and environments use them by name."""
         self._closing.push_async_callback(self.engines.close)

@@ -2,7 +2,11 @@
 
 Input: the settings. Output: {key: digest of the contents}: user functions and environments with the
 modules beside them that they import, the judge's file, the evaluation sets, the tokenizer with its
-chat templates. Each checkpoint records them, and a resume names those that have changed.
+chat templates, extensions of other packages. Each checkpoint records them, and a resume names those
+that have changed.
+
+A key names the role of an input and not its place: a model folder with another chat template beside
+the same weights is a change, the same files at another place are none.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from rlpost.config import extensions
 from rlpost.config.checks.functions import OF_A_SET, SETTINGS, source_of
 from rlpost.config.eval_sets import EvalSet, eval_sets, set_settings
+from rlpost.config.extensions import Extension
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, DataError
@@ -29,7 +35,7 @@ DIGITS = 16
 
 
 def input_digests(config: Config) -> dict[str, str]:
-    """Return the digest of each input by flag and name.
+    """Return the digest of each input by its role.
 
     Inputs that cannot be read are left out: that is no change. Their users report it.
     """
@@ -45,7 +51,7 @@ def input_digests(config: Config) -> dict[str, str]:
 
 def _functions(config: Config) -> dict[str, str]:
     functions = {
-        f"{flag(key)} {path}": path
+        flag(key): path
         for table, key, _ in SETTINGS
         if (path := getattr(getattr(config, table), key))
     }
@@ -54,7 +60,7 @@ def _functions(config: Config) -> dict[str, str]:
     for one in _eval_sets(config):
         for key, _ in OF_A_SET:
             if path := getattr(one, key):
-                functions[f"{one.name}.{key} {path}"] = path
+                functions[f"{key} of evaluation set {one.name}"] = path
     return functions
 
 
@@ -65,14 +71,25 @@ def _files(config: Config) -> dict[str, Callable[[], list[Path]]]:
         ("--eval-config", config.eval.eval_config),
     ):
         if name:
-            files[f"{key} {name}"] = partial(list, [Path(name)])
+            files[key] = partial(list, [Path(name)])
     for one in _eval_sets(config):
         path = split_source(one.path)[0]
         fields = prompt_fields(set_settings(one, config.eval, config.rollout))
-        files[f"evaluation set {one.name} {path}"] = partial(_files_of_rows, path, fields)
+        files[f"evaluation set {one.name}"] = partial(_files_of_rows, path, fields)
     folder = Path(config.checkpoint.hf_checkpoint)
-    files[f"tokenizer of {folder}"] = partial(tokenizer_files, folder)
+    files["the tokenizer in --hf-checkpoint"] = partial(tokenizer_files, folder)
+    for row in extensions.of_packages():
+        files[f"extension {row.name}"] = partial(_code_of_extension, row)
     return files
+
+
+def _code_of_extension(row: Extension) -> list[Path]:
+    """Return the code with which an extension decides answers and rewards. Raises OSError."""
+    names = [row.adapters, row.answers, row.examples]
+    names += [reward.make for reward in row.rewards.values()]
+    for text_reward in row.text_rewards.values():
+        names += [text_reward.score, text_reward.in_box, *text_reward.parts.values()]
+    return sorted({file for name in names if name is not None for file in code_of(name)})
 
 
 def _files_of_rows(path: Path, fields: PromptFields) -> list[Path]:

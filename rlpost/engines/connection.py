@@ -220,8 +220,14 @@ class Connection:
             owner=self,
         )
         answer = await self._post(what, body, request, watch)
+        num_read = answer.meta_info.get("prompt_tokens")
         if images and self.images is not None:
             self.images.check_answer(what, answer, len(input_ids))
+        elif answer.token_ids and num_read not in (None, len(input_ids)):
+            raise RolloutError(
+                f"{what}: an engine read {num_read} tokens of a prompt that has {len(input_ids)}, so its answer is "
+                "to another prompt; start engines without --allow-auto-truncate"
+            )
         return answer
 
     async def halt(

@@ -238,6 +238,33 @@ class ImageProcessor:
         )
 
 
+def write_bound(folder: str | Path, max_pixels: int) -> None:
+    """Write the most pixels of a scaled image into the processor's files of an exported folder.
+
+    A policy that was trained on smaller images than the folder's files say would else be served
+    with others. Raises OSError.
+    """
+    for name, key in FILES:
+        file = Path(folder) / name
+        content = json.loads(file.read_text()) if file.is_file() else {}
+        settings = content if key is None else content.get(key)
+        if isinstance(settings, dict) and settings.get("image_processor_type") in KINDS:
+            _bound(settings, max_pixels)
+            file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _bound(settings: dict[str, Any], max_pixels: int) -> None:
+    """Set the largest size under the names that readers of the file have."""
+    kind = KINDS[settings["image_processor_type"]]
+    if kind.counts_frames:
+        max_pixels *= settings.get("temporal_patch_size", 2)
+    size = settings.get("size") or {}
+    least = settings.get("min_pixels") or size.get("shortest_edge", kind.default.least)
+    settings["size"] = {**size, "shortest_edge": least, "longest_edge": max_pixels}
+    if "max_pixels" in settings:
+        settings["max_pixels"] = max_pixels
+
+
 def _bounds(
     settings: Mapping[str, Any], kind: Kind, frames: int, file: Path, max_pixels: int | None
 ) -> Bounds:

@@ -17,6 +17,7 @@ tokens of a response in progress are recorded, too, and a resume continues behin
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections import defaultdict, deque
@@ -86,11 +87,24 @@ class AnswerLog:
         """The state that the environment continues from; None if there is none."""
         self._num_turns = max((part.number + 1 for part in parts if part.kind == TURN), default=0)
         self._has_begun = False
+        self._num_requests = 0
 
     @classmethod
     def off(cls, prompt: Prompt, index: int = 0) -> AnswerLog:
         """A log that records nothing."""
         return cls(Journal.off(), prompt, index)
+
+    def next_seed(self, base: int) -> int:
+        """Return the seed of the answer's next request, of which no other one has the same.
+
+        A deterministic engine (0.5.21: ``sampling_batch_info.py``) draws by the seed and the position
+        of a token alone, and takes 42 for a request without a seed: all answers to a prompt would be
+        the same. Requests that are replayed count, so the next one has the same seed as without a
+        crash.
+        """
+        self._num_requests += 1
+        text = f"{base} {self._prompt.prompt_id} {self.index} {self._num_requests}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     async def respond(
         self,

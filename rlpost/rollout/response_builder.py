@@ -31,6 +31,8 @@ SLICE_CHARS = 16384
 """Of a long text, which is tokenised in slices until the limit is exceeded."""
 TOKENS_ACROSS = 64
 """A slice may have so many tokens more than its part of the whole text has."""
+SEED_FIELD = "sampling_seed"
+"""Field of ``sampling_params``; only deterministic engines read it."""
 MAX_EMPTY_ANSWERS = 100  # consecutive responses that were aborted before the first token
 
 
@@ -193,7 +195,8 @@ class ResponseBuilder:
         self.finish_reason, self.stopped_at = "length", None
         stops = tuple(one for one in (*self.sampling.stop, *stop) if one)
         while self.num_tokens < end:
-            params = replace(self.sampling, stop=stops, max_new_tokens=end - self.num_tokens)
+            limited = replace(self.sampling, stop=stops, max_new_tokens=end - self.num_tokens)
+            params = limited.to_sglang()
             input_ids = self.prompt.token_ids + self.response_ids
             fields = {} if self._routes is None else self._routes.fields()
             if self.sampling.returns_mask:
@@ -202,13 +205,13 @@ class ResponseBuilder:
                 self.connection.generate,
                 what,
                 input_ids,
-                params.to_sglang(),
+                {SEED_FIELD: self.log.next_seed(self.sampling.seed), **params},
                 images=self.images,
                 fields=fields,
                 prompt=self.prompt.prompt_id,
                 turn_of=self.conversation,
             )
-            answer = await self.log.respond(input_ids, params.to_sglang(), ask, images=self.images)
+            answer = await self.log.respond(input_ids, params, ask, images=self.images)
             ended_by = self._add(answer)
             if self._truncate_at_spanning_stop(stops) or ended_by != "abort":
                 break

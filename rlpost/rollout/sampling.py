@@ -23,7 +23,8 @@ class SamplingParams:
 
     A stop id is part of the answer's ids and log-probs. A stop string is part of its ids, but
     removed from its text. ``max_context_len`` limits prompt and answer together, in tokens.
-    ``returns_mask`` asks for the ids that each token was sampled from.
+    ``returns_mask`` asks for the ids that each token was sampled from. Each request gets its own
+    seed from ``seed`` (``AnswerLog.next_seed``).
     """
 
     max_new_tokens: int
@@ -35,6 +36,7 @@ class SamplingParams:
     max_context_len: int | None = None
     min_new_tokens: int = 0
     returns_mask: bool = False
+    seed: int = 0
 
     def to_sglang(self) -> dict[str, object]:
         """Return the field ``sampling_params`` of ``POST /generate``."""
@@ -60,6 +62,7 @@ def rollout_sampling(rollout: RolloutConfig, eos_token_ids: Iterable[int]) -> Sa
         stop=rollout.rollout_stop,
         stop_token_ids=tuple(sorted({*rollout.rollout_stop_token_ids, *eos_token_ids})),
         max_context_len=rollout.rollout_max_context_len,
+        seed=rollout.rollout_seed,
     )
 
 
@@ -85,6 +88,7 @@ def eval_sampling(
         stop_token_ids=_first(stop_token_ids, inherited.stop_token_ids),
         max_context_len=inherited.max_context_len,
         min_new_tokens=evaluation.eval_min_new_tokens or 0,
+        seed=inherited.seed,
     )
 
 

@@ -202,6 +202,16 @@ class PromptTokenizer:
             raise DataError(f"a prompt has no token: {content!r}")
         return text, tuple(ids)
 
+    @property
+    def end_ids(self) -> set[int]:
+        """The ids that end an answer: ``eos_token_ids``, and the tokenizer's end token.
+
+        Engines end an answer at both (``schedule_batch.py`` of SGLang 0.5.21), and a published folder
+        may name the token that ends a turn in tokenizer_config.json alone. Raises ConfigError.
+        """
+        eos = self._tokenizer.eos_token_id
+        return {*eos_token_ids(self._folder), *([] if eos is None else [eos])}
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a prompt with one BOS, also if both text and tokenizer have one."""
         try:

@@ -238,6 +238,7 @@ class Critic:
             folder,
             template=self.config.checkpoint.hf_checkpoint,
             config=value_config(self._description),
+            image_max_pixels=self.config.rollout.image_max_pixels,
         )
 
     def weights_hash(self, *, max_bytes: int) -> str:

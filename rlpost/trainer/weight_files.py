@@ -70,6 +70,7 @@ def export_merged(
         folder,
         template=config.checkpoint.hf_checkpoint,
         config=description.file_config,
+        image_max_pixels=config.rollout.image_max_pixels,
         bucket_bytes=min(config.sync.update_weight_buffer_size, BUCKET_BYTES),
     )
 

@@ -128,6 +128,8 @@ class Observed:
 class Tokenizer:
     """A tokenizer whose tokens are bytes."""
 
+    end_ids = frozenset({EOS})
+
     def __init__(self, folder: object, **settings: Any) -> None:
         pass
 

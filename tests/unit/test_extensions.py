@@ -246,7 +246,7 @@ class Point:
         self.loaded = loaded
 
     def load(self) -> object:
-        if isinstance(self.loaded, Exception):
+        if isinstance(self.loaded, BaseException):
             raise self.loaded
         return self.loaded
 
@@ -258,9 +258,32 @@ def test_an_extension_of_another_package_comes_after_ours(monkeypatch: pytest.Mo
 
     theirs = Extension(name="theirs")
     assert [row.name for row in rows(theirs)] == [*ROWS, "theirs"]
-    for loaded, why in ((ImportError("no module x"), "ImportError: no module x"), (3, "got a int")):
+    for loaded, why in (
+        (ImportError("no module x"), "ImportError: no module x"),
+        (SystemExit(0), "SystemExit: 0"),  # else rlpost submit ends with 0, and no word
+        (3, "got a int"),
+        (Extension(name="agents"), "there is another extension agents; give it another name"),
+    ):
         with pytest.raises(ConfigError, match=rf"rlpost.extensions theirs = .*{why}"):
             rows(loaded)
+
+
+def test_two_packages_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch/torchx#1386: what is kept by name would be that of one of them, such as its report."""
+    points = [Point(Extension(name="theirs", report=path)) for path in ("one:write", "two:write")]
+    monkeypatch.setattr(extensions, "entry_points", lambda group: points)
+    with pytest.raises(ConfigError, match="there is another extension theirs"):
+        extensions.extensions.__wrapped__()
+
+
+def test_a_name_of_another_version_is_an_error_in_a_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "theirs_with_library.py").write_text("import no_such_library")
+    for path in ("rlpost.config.extensions:gone", "rlpost.gone.too:load", "no_such_library:load"):
+        with pytest.raises(ConfigError, match=f"an extension names {path}, which does not exist"):
+            extensions.load(path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        extensions.load("theirs_with_library:load")
 
 
 @pytest.mark.parametrize(

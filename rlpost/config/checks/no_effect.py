@@ -17,6 +17,9 @@ from rlpost.config.flags import fields, flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, spelled, value_of, value_text
 
+DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")
+"""Arguments of SGLang with which engines draw tokens by the seed of a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -253,7 +256,9 @@ ROWS = (
     Row(
         ("rollout_seed",),
         lambda config: (
-            config.rollout.rollout_shuffle or any(table.draws_by_seed for table in config.tables)
+            config.rollout.rollout_shuffle
+            or any(table.draws_by_seed for table in config.tables)
+            or any(map(config.sglang.server_args.get, DETERMINISTIC))
         ),
         "without --rollout-shuffle",
         "add --rollout-shuffle true",

@@ -10,6 +10,8 @@ Input: a ``Config``. Output: one line for each problem. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rlpost.config.flags import flag
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, value_text
@@ -24,6 +26,22 @@ DIFFERS = {
     ),
 }
 """Options of Megatron-core with which passes over the same tokens differ, and why."""
+_SAMPLING = (
+    "engines sample with values that the trainer does not know; use --rollout-temperature, --rollout-top-p and "
+    "--rollout-top-k"
+)
+_DRAFTED = "engines accept drafted tokens that the policy would not have sampled"
+SAMPLES: Mapping[str, tuple[object, str]] = {
+    "allow_auto_truncate": (
+        False,
+        "engines answer the beginning of a long prompt, and the trainer reads all of it",
+    ),
+    "preferred_sampling_params": (None, _SAMPLING),
+    "speculative_accept_threshold_acc": (1.0, _DRAFTED),
+    "speculative_accept_threshold_single": (1.0, _DRAFTED),
+}
+"""Arguments of SGLang with which answers are not those of the policy to a prompt: the value with which
+they are, and why."""
 
 
 def pass_problems(config: Config) -> list[str]:
@@ -43,5 +61,11 @@ def pass_problems(config: Config) -> list[str]:
             problems.append(
                 f"{flag(name)} {value_text(value)} with {loss}, which compares the log-probs of several passes: "
                 f"{reason}; leave it out"
+            )
+    for name, (allowed, reason) in SAMPLES.items():
+        value = config.sglang.server_args.get(name, allowed)
+        if value != allowed:
+            problems.append(
+                f"{flag(f'sglang_{name}')} {value_text(value)} with {loss}: {reason}; leave it out"
             )
     return problems

@@ -50,7 +50,7 @@ class RolloutConfig(Group):
     rollout_shuffle: bool = False
     """Reshuffle the prompts each epoch."""
     rollout_seed: int = 42
-    """Seed of the shuffle."""
+    """Seed of the shuffle, and of answers with --sglang-enable-deterministic-inference."""
     rollout_max_prompt_len: Positive | None = None
     """Maximum prompt length in tokens; longer prompts are skipped and counted."""
     bad_prompts: Literal["stop", "skip"] = "stop"

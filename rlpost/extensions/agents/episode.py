@@ -125,7 +125,7 @@ class OpenEpisode:
             index=index,
             codec=policy.template,
             conversation=object(),  # all requests go to one engine while it serves
-            log=log,
+            log=log or AnswerLog.off(prompt, index),
         )
         # A plan reads the conversation in a thread, so changes wait for it; the other lock only
         # guards the lines against ``trajectories``, which the driver's loop calls.

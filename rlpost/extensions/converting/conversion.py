@@ -73,6 +73,7 @@ class Converter:
         # No rows are routed, so no package of a dispatcher is needed.
         config = with_values(config, moe_token_dispatcher_type="alltoall", moe_enable_deepep=False)
         description.check_layout(config, trains=False)
+        self._image_max_pixels = config.rollout.image_max_pixels
         self.buffer_bytes = config.checkpoint.save_buffer_bytes
         device.prepare(config)
         parallel.initialise(
@@ -107,6 +108,7 @@ class Converter:
             folder,
             template=self.description.path.parent,
             config=self.description.file_config,
+            image_max_pixels=self._image_max_pixels,
         )
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ from rlpost.errors import ConfigError
 from rlpost.types import ImageSpan
 
 SAMPLING = frozenset({"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids"})
+IGNORED = frozenset({"sampling_seed"})
+"""Parameters of deterministic engines; here torch draws all answers of a batch."""
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids, without special tokens."""
 
@@ -80,7 +82,7 @@ class InProcessEngine:
         Raises ConfigError for a sampling parameter that this engine does not have.
         """
         for name, value in sampling_params.items():
-            if value and name not in SAMPLING:
+            if value and name not in SAMPLING | IGNORED:
                 raise ConfigError(
                     f"{name} = {value!r}: a run in one process does not have it; use rlpost submit "
                     "RECIPE --local"

@@ -9,7 +9,7 @@ The chosen letter is the last one of the first of these kinds that occurs:
     1. named as the answer: ``The answer is C``, ``Answer: (C)``, ``\boxed{C}``
     2. called correct: ``C is correct``
     3. named as an option or choice: ``option C``
-    4. a single capital letter, except the word I
+    4. a single capital letter, except the words I and A
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ _CALLED_CORRECT = re.compile(
     r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE
 )
 _OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
-_ALONE = re.compile(r"\b(?!I['\u2019 ][a-z])([A-Z])\b")
+_BEHIND_A_CHOICE = (
+    "and|as|because|can|does|fits|follows|has|holds|is|matches|must|or|seems|should|since|was|wins|"
+    "works|would"
+)
+_ARTICLE = rf"A\s(?!(?:{_BEHIND_A_CHOICE})\b)[a-z]"
+_ALONE = re.compile(rf"\b(?!I['\u2019 ][a-z])(?!{_ARTICLE})([A-Z])\b")
 
 _LETTERS = re.compile("[A-Z]")
 _RIGHT = r"(?:\s+is\s+(?:the\s+)?(?:correct|right))?"

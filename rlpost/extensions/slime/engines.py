@@ -30,6 +30,7 @@ from rlpost.columns import FloatColumn, IntColumn, RouteColumn
 from rlpost.engines.connection import Connection, Halted
 from rlpost.engines.engine_client import authorization
 from rlpost.errors import ConfigError
+from rlpost.rollout.answer_log import AnswerLog
 from rlpost.rollout.response_builder import ResponseBuilder
 from rlpost.rollout.sampling import SamplingParams
 from rlpost.tasks.tokenizer import HfTokenizer, hf_tokenizer
@@ -79,6 +80,9 @@ class Engines:
     conversation: object = field(default_factory=object)
     was_halted: bool = False
 
+    def __post_init__(self) -> None:
+        self._log = AnswerLog.off(self.prompt, self.index)  # numbers the requests
+
     def key_header(self) -> dict[str, str]:
         """Return the header for other requests to the address."""
         places = self.connection.engines.places.all()
@@ -107,6 +111,7 @@ class Engines:
             prompt,
             params,
             index=self.index,
+            log=self._log,
             codec=_Codec(self.tokenizer, params),
             conversation=self.conversation,
         )

@@ -26,7 +26,6 @@ from rlpost.tasks.tokenizer import (
     END_TOKEN_FILES,
     Tools,
     check_all_rendered,
-    eos_token_ids,
 )
 from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, refuse_images
 
@@ -208,9 +207,10 @@ class SupervisedTokenizer(ExampleTokenizer):
     def _end_ids(self) -> set[int]:
         """The ids that end an answer: the tokenizer's and those of the model's configs."""
         has_configs = any((self._folder / name).is_file() for name in END_TOKEN_FILES)
-        ids = set(eos_token_ids(self._folder)) if has_configs else set()
+        if has_configs:
+            return self.end_ids
         eos = self._tokenizer.eos_token_id
-        return ids if eos is None else ids | {eos}
+        return set() if eos is None else {eos}
 
     def _end_after(self, answer: Mapping[str, object], end_ids: set[int]) -> int:
         """Return the token that ends an answer, where the template writes it before the next message.

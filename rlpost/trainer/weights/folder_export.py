@@ -24,6 +24,7 @@ from common.files import sync
 from common.units import counted
 from rlpost.config.plan.whole_tensors import Item, assign
 from rlpost.errors import CheckpointError
+from rlpost.images.processor import write_bound
 from rlpost.trainer.outcomes import gather_objects, on_every_rank
 from rlpost.trainer.weights.exporter import Exporter, sent_tensors
 from rlpost.trainer.weights.hf_folder import clean_config, copy_files, exported_files
@@ -62,6 +63,7 @@ def export_folder(
     *,
     template: str | Path,
     config: Mapping[str, object] | None = None,
+    image_max_pixels: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
@@ -77,6 +79,7 @@ def export_folder(
         template: the folder that the model came from. It gives configuration and tokenizer
             (``hf_folder``), and weights that are not trained.
         config: replaces the config.json of ``template``.
+        image_max_pixels: the bound on images with which the model was trained.
         shard_bytes: bound of a file.
         bucket_bytes: bound of what a rank sends, and of what it receives, at a time. On its device
             it has two of these and the largest tensor, on the host as much.
@@ -109,6 +112,8 @@ def export_folder(
             folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 _write_configuration(template, folder, config=config, dtype=dtype)
+                if image_max_pixels is not None:
+                    write_bound(folder, image_max_pixels)
 
         def finish() -> Written:
             for number, names in enumerate(kept.files, start=len(plan) + 1):

@@ -483,6 +483,8 @@ async def test_no_more_answers_than_allowed_are_generated_at_once(folder: str) -
         assert len(answer["choices"]) == 6
         assert made.engine.most_under_way <= 2
         assert len(episode.trajectories()) == 6
+        seeds = {body["sampling_params"]["sampling_seed"] for body in made.engine.bodies}
+        assert len(seeds) == len(made.engine.bodies)
 
 
 def test_a_folder_without_chat_template_is_refused(folder: str, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_a_search_in_several_turns_has_mask_logprobs_version_and_extra_fields() 
     assert [bytes(body["input_ids"]) for body in engine.bodies] == [b"Q", b"Qa?[42]"]
     params = engine.bodies[0]["sampling_params"]
     assert (params["stop"], params["no_stop_trim"], params["stop_token_ids"]) == (["?"], True, [1])
+    assert params["sampling_seed"] != engine.bodies[1]["sampling_params"]["sampling_seed"]
     assert sample_from(sample_record(sample)) == sample, "a checkpoint keeps all of it"
 
 

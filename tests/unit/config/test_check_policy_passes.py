@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.checks.policy_passes import DIFFERS, pass_problems
+from rlpost.config.checks.policy_passes import DIFFERS, SAMPLES, pass_problems
 from rlpost.config.flags import fields
 from rlpost.config.load import load
 from rlpost.config.megatron_options import CLASSES, OURS
@@ -45,6 +45,21 @@ def test_an_option_with_which_passes_differ_is_refused_with_every_loss_but_that_
         assert problem.startswith(f"{flag} true with --loss-type") and "leave it out" in problem
     assert pass_problems(config(megatron={name: True}, grpo=SFT)) == []
     assert pass_problems(config(megatron={name: False})) == []
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_engine_that_answers_otherwise_than_the_policy_is_refused(name: str) -> None:
+    """mmcdermott/MEDS_EIC_AR#171: an engine cuts a long prompt, and says so in its log alone."""
+    allowed, _ = SAMPLES[name]
+    other = {"repetition_penalty": 1.05} if allowed is None else not allowed or 0.5
+    (problem,) = pass_problems(config(sglang={f"sglang_{name}": other}))
+    flag = "--sglang-" + name.replace("_", "-")
+    assert problem.startswith(f"{flag} ") and problem.endswith("; leave it out")
+    for value in (allowed, None):
+        assert (
+            pass_problems(config(sglang={} if value is None else {f"sglang_{name}": value})) == []
+        )
+    assert pass_problems(config(sglang={f"sglang_{name}": other}, grpo=SFT)) == []
 
 
 def test_dropout_of_adapters_is_for_sft() -> None:

@@ -3,7 +3,10 @@
 import json
 
 from rlpost.config.load import load
-from rlpost.driver.generation import route_format
+from rlpost.driver.generation import Generation, route_format
+from rlpost.driver.preemption import StopRequest
+from rlpost.tasks.tokenizer import PromptTokenizer
+from tests.unit.tasks.sets import byte_tokenizer
 
 GLM_4_5 = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -31,3 +34,19 @@ def test_routes_of_glm_4_5_leave_out_its_dense_layers(tmp_path):
     assert found.layers == tuple(range(3, 92))
     assert (found.num_layers, found.num_experts, found.topk) == (92, 160, 8)
     assert route_format(load([], {"checkpoint": checkpoint}).config) is None
+
+
+def test_answers_end_at_the_end_token_of_the_tokenizer_too(tmp_path):
+    """Engines end them there: a run in one process must not generate on."""
+    byte_tokenizer(tmp_path, "{{ messages[0].content }}")
+    (tmp_path / "config.json").write_text(json.dumps({**GLM_4_5, "eos_token_id": 7}))
+    (tmp_path / "held.jsonl").write_text('{"input": "a"}\n')
+    values = {
+        "checkpoint": {"hf_checkpoint": str(tmp_path)},
+        "rollout": {"prompt_data": [str(tmp_path / "held.jsonl")]},
+        "eval": {"eval_prompt_data": ["held", str(tmp_path / "held.jsonl")]},
+    }
+    generation = Generation(load([], values).config, StopRequest(tmp_path / "STOP"))
+    (evaluation,) = generation._evaluations
+    end = PromptTokenizer(tmp_path).end_ids - {7}
+    assert evaluation.writer.keywords["sampling"].stop_token_ids == (7, *end) and end

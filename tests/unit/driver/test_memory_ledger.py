@@ -89,6 +89,7 @@ class Training:
 @pytest.fixture
 def run_of(tmp_path, monkeypatch):
     """Return a function that makes a run of a recipe: its cluster and its stages."""
+    tokenizer = SimpleNamespace(end_ids=set())
     for module, stand_ins in {
         own_engines: {
             "WorkerGroup": EngineProcesses,
@@ -99,7 +100,7 @@ def run_of(tmp_path, monkeypatch):
         engine_side_weights: {"EngineClient": Client},
         stages: {"joining_engines": lambda *_: JobsThatJoin([])},
         generation: {
-            "tokenizer_class": lambda _: lambda *_, **__: None,
+            "tokenizer_class": lambda _: lambda *_, **__: tokenizer,
             "prompt_set": lambda *_, **__: SimpleNamespace(all=list),
             "make_grader": lambda config, engines: Workers("grader", []),
         },

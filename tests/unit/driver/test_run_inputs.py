@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config import extensions
+from rlpost.config.extensions import Extension, TextReward
 from rlpost.config.load import load
 from rlpost.config.tree import Config
 from rlpost.driver.run_inputs import code_of, input_digests
@@ -37,8 +39,8 @@ NAMED_BY = {
     "environment.py": "--env",
     "judge.toml": "--judge",
     **dict.fromkeys(("held.jsonl", "held.png"), "evaluation set held"),
-    "model/tokenizer.json": "tokenizer of",
-    "model/additional_chat_templates/tool_use.jinja": "tokenizer of",
+    "model/tokenizer.json": "the tokenizer in --hf-checkpoint",
+    "model/additional_chat_templates/tool_use.jinja": "the tokenizer in --hf-checkpoint",
 }
 """All others are weights, configuration, or not read."""
 
@@ -76,9 +78,38 @@ def test_a_replaced_file_is_named_at_the_resume(tmp_path: Path, name: str) -> No
     changed = changes(before, Provenance.of(config, {}, inputs=input_digests(config)))
     if name in NAMED_BY:
         (line,) = changed.mathematics
-        assert line.startswith(f"content of {NAMED_BY[name]} {tmp_path}") and " -> " in line
+        assert line.startswith(f"content of {NAMED_BY[name]}") and " -> " in line
     else:
         assert changed.mathematics == () == changed.model
+
+
+@pytest.mark.parametrize("name", ["", *NAMED_BY])
+def test_a_file_that_is_replaced_at_another_place_is_named(tmp_path: Path, name: str) -> None:
+    """A folder with a mended chat template and the same weights is a common one."""
+
+    def at(folder: str) -> Provenance:
+        config = config_of(tmp_path / folder)
+        if name and folder == "moved":
+            (tmp_path / folder / name).write_text(FILES[name] + "\n")
+        return Provenance.of(config, {}, inputs=input_digests(config))
+
+    lines = changes(at("here"), at("moved")).mathematics
+    named = [line for line in lines if line.startswith("content of ")]
+    assert len(named) == bool(name) * (NAMED_BY.get(name) != "--env"), named
+
+
+def test_the_code_of_an_extension_of_another_package_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_of(tmp_path)
+    code = tmp_path / "their_rewards.py"
+    code.write_text("def score(text, label, metadata): return 1.0\n")
+    theirs = Extension(name="theirs", text_rewards={"theirs": TextReward("their_rewards:score")})
+    installed = (*extensions.extensions(), theirs)
+    monkeypatch.setattr(extensions, "extensions", lambda: installed)
+    before = Provenance.of(config, {}, inputs=input_digests(config))
+    code.write_text("def score(text, label, metadata): return 0.0\n")
+    (line,) = changes(before, Provenance.of(config, {}, inputs=input_digests(config))).mathematics
+    assert line.startswith("content of extension theirs: ")
 
 
 def test_code_is_found_by_file_and_by_module(tmp_path: Path, monkeypatch) -> None:
@@ -108,6 +139,7 @@ def test_an_input_that_cannot_be_read_is_not_a_changed_one(
     monkeypatch.setattr(io, "open", fail)  # of pathlib
     monkeypatch.setattr("builtins.open", fail)
     digests = input_digests(config)
+    monkeypatch.setattr(io, "open", path_open)
     monkeypatch.setattr("builtins.open", plain_open)
-    assert not any(f"/{name}" in key for key in digests)
+    assert len(input_digests(config)) == len(digests) + 1
     assert changes(before, Provenance.of(config, {}, inputs=digests)).mathematics == ()

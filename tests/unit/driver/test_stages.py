@@ -90,7 +90,8 @@ def made(
     stand_ins |= {"order_by_gpu": lambda *_: [0]}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(startup, name, stand_in)
-    monkeypatch.setattr(generation, "tokenizer_class", lambda _: lambda *_, **__: None)
+    tokenizer = SimpleNamespace(end_ids=set())
+    monkeypatch.setattr(generation, "tokenizer_class", lambda _: lambda *_, **__: tokenizer)
     monkeypatch.setattr(generation, "make_grader", lambda config, engines: Workers("grader", log))
     monkeypatch.setattr(generation.Generation, "connect", Workers("engines", log).connect)
     (folder / "model").mkdir()

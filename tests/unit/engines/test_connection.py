@@ -225,3 +225,18 @@ def test_a_request_names_the_rank_of_an_engine_with_several():
         return [body["routed_dp_rank"] for body in own.bodies]
 
     assert asyncio.run(scenario()) == [0, 1, 0]
+
+
+async def test_an_answer_to_a_part_of_the_prompt_is_an_error():
+    """NVIDIA-NeMo/Gym#1557: an engine that cuts a prompt returns 200 and an ordinary answer."""
+
+    def cut(body):
+        made = generated([7], text="7")
+        made["meta_info"]["prompt_tokens"] = min(4, len(body["input_ids"]))
+        return made
+
+    own = FakeEngine(answer=cut)
+    async with serving(own), Connection(address(own)) as connection:
+        await connection.generate("a request", [1, 2, 3, 4], {})
+        with pytest.raises(RolloutError, match="read 4 tokens of a prompt that has 5"):
+            await connection.generate("a request", [1, 2, 3, 4, 5], {})

@@ -195,7 +195,7 @@ def test_a_request_that_waits_for_a_place_holds_no_image(images, prompt):
 
 
 def test_text_has_no_field_of_images(images):
-    engine = FakeEngine(answer=counted(2))
+    engine = FakeEngine(answer=counted(None))
     write(engine, images, Prompt(3, "text", [20, 21]))
     assert "image_data" not in engine.bodies[0]
 

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from rlpost.errors import ConfigError, ImageError
-from rlpost.images.processor import ImageProcessor
+from rlpost.images.processor import ImageProcessor, write_bound
 from rlpost.images.tokens import check_encoder
 
 QWEN3_VL = {
@@ -57,6 +57,34 @@ def noise(width, height):
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+@pytest.mark.parametrize("key", [None, "image_processor"])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_an_export_scales_images_as_in_training(tmp_path, name, key):
+    """OpenWebRL/OpenWebRL#3: trained with 252 tokens of a screenshot, and served with 1240."""
+    settings, kind = OF_TRANSFORMERS[name]
+    file = "preprocessor_config.json" if key is None else "processor_config.json"
+    folder(tmp_path, settings if key is None else {key: settings, "a": 1}, file)
+    trained = ImageProcessor.of(tmp_path, max_pixels=150_000)
+    write_bound(tmp_path, 150_000)
+    exported = ImageProcessor.of(tmp_path)
+    written = json.loads((tmp_path / file).read_text())
+    (tmp_path / "plain").mkdir()
+    plain = folder(tmp_path / "plain", written if key is None else written[key])
+    reference = kind.from_pretrained(plain)
+    for size in [(640, 480), (90, 130), (1024, 1024), (333, 77), (1280, 1000)]:
+        expected = trained.grid(*size)
+        image = reference(images=[Image.open(io.BytesIO(noise(*size)))], return_tensors="np")
+        assert exported.grid(*size) == expected == tuple(image["image_grid_thw"][0])
+
+
+def test_files_of_no_processor_of_images_are_left_alone(tmp_path):
+    texts = {"processor_config.json": "{}", "preprocessor_config.json": '{"a": [1]}'}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    write_bound(tmp_path, 150_000)
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)

@@ -34,6 +34,10 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("I settle on C, I think", "C", {}, 1),
         ("b.", "B", {}, 1),
         ("nobody gave a letter", "A", {}, 0),  # the article "a" is not a choice
+        ("I do not know. A pity.", "A", {}, 0),  # marin-community/marin#7527
+        ("we settle on B. A short check agrees", "B", {}, 1),
+        ("between A and B, A fits", "A", {}, 1),
+        ("A because it fits", "A", {}, 1),
         ("2 things", "2", FOUR, 0),
         ("Answer: C, but actually A was right, no wait B.", "B", {"valid_letters": ["A", "B"]}, 1),
         ("Answer: C", "2", FOUR, 1),

@@ -114,6 +114,7 @@ class FakeEngine:
             if self.holds is not None:
                 await self.holds.wait()
             made = (self.answer or self.echo)(body)
+            made.get("meta_info", {}).setdefault("prompt_tokens", len(body["input_ids"]))
         finally:
             self.under_way -= 1
         if body.get("stream"):
@@ -136,7 +137,6 @@ def generated(
         "meta_info": {
             "id": "r",
             "finish_reason": {"type": reason},
-            "prompt_tokens": 3,
             "weight_version": version,
             "output_token_logprobs": [
                 [-0.5 * (at + 1), token, None] for at, token in enumerate(ids)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,6 +71,41 @@ def test_groups_are_complete_ordered_and_scored() -> None:
     body = engine.bodies[0]
     assert body["return_logprob"] is True
     assert body["sampling_params"]["stop_token_ids"] == [1]
+
+
+def deterministic(body: dict[str, Any]) -> dict[str, Any]:
+    """Draw by seed and position alone, as SGLang with --enable-deterministic-inference."""
+    seed = body["sampling_params"].get("sampling_seed", 42)
+    first = len(body["input_ids"])
+    ids = [random.Random(f"{seed}/{at}").randrange(64) for at in range(first, first + 8)]
+    return generated(ids, text=" ".join(map(str, ids)))
+
+
+def answers_of_a_deterministic_engine(seed: int) -> list[tuple[int, ...]]:
+    engine = FakeEngine(answer=deterministic)
+    sampling = replace(SAMPLING, seed=seed)
+
+    async def whole() -> list[SampleGroup]:
+        async with serving(engine):
+            return await generate_groups(
+                prompts(1, 2),
+                sampling,
+                n=16,
+                engines=engines_of(engine),
+                grader=InlineGrader(score),
+                stop_requested=lambda: False,
+            )
+
+    groups = asyncio.run(whole())
+    return [tuple(scored.sample.response_ids) for group in groups for scored in group.samples]
+
+
+def test_the_answers_of_a_deterministic_engine_differ_and_can_be_repeated() -> None:
+    """verl-project/verl#6857: without seeds all answers to a prompt are the same one."""
+    first = answers_of_a_deterministic_engine(7)
+    assert len(set(first)) == 32
+    assert answers_of_a_deterministic_engine(7) == first
+    assert not set(answers_of_a_deterministic_engine(8)) & set(first)
 
 
 def test_no_more_requests_are_in_flight_than_allowed() -> None:

@@ -38,7 +38,7 @@ def test_evaluation_sets_or_inherits_each_value() -> None:
         top_k=-1,
     )
     own = eval_sampling(special, evaluation, ROLLOUT, (1,))
-    assert own == SamplingParams(7, 0.3, 0.5, -1, (), (1, 3))
+    assert own == SamplingParams(7, 0.3, 0.5, -1, (), (1, 3), seed=ROLLOUT.rollout_seed)
 
 
 def test_a_lower_bound_of_evaluation_is_sent_and_training_has_none() -> None:

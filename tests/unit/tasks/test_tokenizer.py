@@ -102,6 +102,15 @@ def test_end_tokens_are_those_of_both_configs(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path) == (2, 5, 7)
 
 
+def test_the_end_token_of_the_tokenizer_ends_an_answer_too(folder: Path) -> None:
+    """Blaizzy/mlx-vlm#2112: configs may name <|endoftext|> alone, and the template another token."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    assert PromptTokenizer(folder).end_ids == {7}
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": "]"}))
+    assert PromptTokenizer(folder).end_ids == {7, 28}
+
+
 def with_template(folder: Path, template: str) -> PromptTokenizer:
     (folder / "chat_template.jinja").write_text(template)
     return PromptTokenizer(folder, apply_chat_template=True)

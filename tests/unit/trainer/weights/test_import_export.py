@@ -9,6 +9,7 @@ import re
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from rlpost.config.load import load
 from rlpost.errors import CheckpointError, WeightError
 from rlpost.models.families import family
 from rlpost.models.names import Dimensions
@@ -122,6 +124,26 @@ def filled(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
 
 def exporter_of(model: torch.nn.Module) -> Exporter:
     return Exporter(inventory_of(model))
+
+
+def test_an_export_has_the_bound_on_images_of_its_run(tmp_path):
+    write_folder(tmp_path, num_files=1)
+    sizes = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}}
+    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", **sizes}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    exporter = exporter_of(filled(megatron_model(), tmp_path))
+    for most, expected in ((None, 16777216), (262144, 262144)):
+        values = {
+            "checkpoint": {"hf_checkpoint": str(tmp_path)},
+            "rollout": {"image_max_pixels": most},
+        }
+        out, config = tmp_path / str(most), load([], values).config
+        description = SimpleNamespace(
+            file_config=json.loads((tmp_path / "config.json").read_text())
+        )
+        weight_files.export_merged(exporter, out, description, config)
+        exported = json.loads((out / "preprocessor_config.json").read_text())
+        assert exported["size"] == sizes["size"] | {"longest_edge": expected}
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
