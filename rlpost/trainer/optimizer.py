@@ -59,9 +59,10 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
             gradients.
     """
     _check_sums(model, config)
-    # Without gradients: shards of float32 weights are then leaves, as HybridDeviceOptimizer needs.
-    with torch.no_grad():
-        optimizer = get_megatron_optimizer(optimizer_config(config), list(model))
+    adam = optimizer_config(config)
+    # Without gradients, shards of float32 weights are leaves, as HybridDeviceOptimizer needs.
+    with torch.set_grad_enabled(not adam.optimizer_cpu_offload):
+        optimizer = get_megatron_optimizer(adam, list(model))
     for one in inner(optimizer):
         if isinstance(one, DistributedOptimizer):
             _number_weights(one)

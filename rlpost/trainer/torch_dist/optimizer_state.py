@@ -93,19 +93,19 @@ def _sharded_state(
     is_hybrid = isinstance(one.optimizer, HybridDeviceOptimizer)
     is_scaled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not is_hybrid
 
-    # TransformerEngine's Adam updates it, and leaves the main weight that it makes of it unchanged.
-    is_main_weight = parameter.dtype == torch.float32 and not is_hybrid
+    # TransformerEngine's Adam updates a float32 weight, but not the main weight that it makes of it.
+    is_main_weight = is_scaled and parameter.dtype == torch.float32
+    group, order = one.model_param_group_index_map[parameter]
+    weight = one.optimizer.param_groups[group]["params"][order]
 
     def tensors() -> Tensors:
         found = one._get_main_param_and_optimizer_states(parameter)
-        if is_main_weight:
-            found["param"] = parameter.detach().view(-1)[start:end]
-        return _flat(found)
+        return _flat(found | {"param": weight} if is_main_weight else found)
 
     def store(changed: Tensors) -> None:
         one._set_main_param_and_optimizer_states(parameter, changed)
         if is_main_weight:
-            parameter.detach().view(-1)[start:end].copy_(changed["param"])
+            weight.data.copy_(changed["param"])
 
     return ParameterState(parameter, start, end, True, tensors, store if is_scaled else None)
 
