@@ -319,8 +319,8 @@ def _check_hybrid(config: Config, dtype: torch.dtype) -> None:
     if config.optimizer.use_precision_aware_optimizer:
         _check_state_is_float32(config)
     if dtype != torch.bfloat16:
-        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of
-        # 0.16.1).
+        # Megatron-core 0.16.1 gives it views of leaves, not leaves (distrib_optimizer.py). ``build``
+        # avoids that for the few float32 weights of a model in bfloat16; no test has them alone.
         raise ConfigError(
             "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
             "HybridDeviceOptimizer does not support float32; set --bf16 true or omit --optimizer-cpu-offload"
