@@ -99,8 +99,8 @@ def _sharded_state(
     weight = one.optimizer.param_groups[group]["params"][order]
 
     def tensors() -> Tensors:
-        found = one._get_main_param_and_optimizer_states(parameter)
-        return _flat(found | {"param": weight} if is_main_weight else found)
+        states = one._get_main_param_and_optimizer_states(parameter)
+        return _flat(states | {"param": weight} if is_main_weight else states)
 
     def store(changed: Tensors) -> None:
         one._set_main_param_and_optimizer_states(parameter, changed)
