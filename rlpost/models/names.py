@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -56,10 +56,16 @@ class Rule:
     layout: Layout = "plain"
     is_stacked: bool = False
     """Whether the one Hugging Face tensor holds this parameter of all experts, by expert."""
+    is_float32: bool = False
+    """Whether it is float32 in a model of 16 bits, everywhere: held, trained, sent, exported."""
 
 
 def in_layer(
-    megatron: str, *hugging_face: str, layout: Layout = "plain", is_stacked: bool = False
+    megatron: str,
+    *hugging_face: str,
+    layout: Layout = "plain",
+    is_stacked: bool = False,
+    is_float32: bool = False,
 ) -> Rule:
     """Return a rule for names relative to a layer."""
     return Rule(
@@ -67,6 +73,7 @@ def in_layer(
         tuple("model.layers.{layer}." + name for name in hugging_face),
         layout,
         is_stacked,
+        is_float32,
     )
 
 
@@ -241,6 +248,13 @@ def to_hugging_face(name: str, rules: tuple[Rule, ...]) -> Rule:
     return _filled(_template(name, rules), layer_number(name), expert_number(name))
 
 
+def is_float32(name: str, rules: tuple[Rule, ...]) -> bool:
+    """Return whether a Megatron parameter is float32 in a model of 16 bits."""
+    number = layer_number(name)
+    template = name.replace(f".layers.{number}.", ".layers.{layer}.", 1)
+    return any(rule.is_float32 and rule.megatron == template for rule in rules)
+
+
 def of_experts(name: str, experts: Iterable[int], rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return the rules of a parameter of one expert for each of ``experts``.
 
@@ -272,4 +286,4 @@ def _filled(rule: Rule, layer: int | None, expert: int | None) -> Rule:
         return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
     hugging_face = tuple(fill(one) for one in rule.hugging_face)
-    return Rule(fill(rule.megatron), hugging_face, rule.layout, rule.is_stacked)
+    return replace(rule, megatron=fill(rule.megatron), hugging_face=hugging_face)

@@ -51,6 +51,7 @@ from rlpost.trainer.passes import Logprobs, Passes
 from rlpost.trainer.rank import Rank
 from rlpost.trainer.routing_replay import RoutingReplay
 from rlpost.trainer.saves import Saves
+from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.vision.images import build_images
 from rlpost.trainer.weights.engine_group import TrainerRank
 from rlpost.trainer.weights.exporter import Exporter
@@ -196,7 +197,7 @@ class Actor(Rank):
         read_encoder(self.config, self.images, untrained_alone=True)
         if self._adapters is not None:
             self._adapters.initialise(self.config.optimizer.seed)
-        self.optimizer.reload_model_params()
+        optimizer_state.take_model_weights(self.optimizer)
         self.old_policy.start(0)
         if self.critic is not None:
             self.critic.import_weights()

@@ -36,6 +36,7 @@ from rlpost.trainer.packing import (
 )
 from rlpost.trainer.passes import Logprobs, global_metrics, of_all_context_ranks, set_mode
 from rlpost.trainer.stop_points import StopPoints
+from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.value_model import (
     build_value_model,
     read_value_weights,
@@ -92,7 +93,7 @@ class Critic:
         """
         folder = self.config.checkpoint.ref_load or self.config.checkpoint.hf_checkpoint
         read_value_weights(folder, self.chunks, self.inventory, seed=self.config.optimizer.seed)
-        self.optimizer.reload_model_params()
+        optimizer_state.take_model_weights(self.optimizer)
 
     def values(self, batch: TrainBatch) -> Values:
         """The value before each response token; forward only, on the micro-batches of log-probs.

@@ -282,12 +282,13 @@ def load(
             "%s was written with another layout: random generators restart from the seed", folder
         )
     optimizer_state.prime(optimizer)
-    optimizer.reload_model_params()
+    optimizer_state.take_model_weights(optimizer)
     if common.get("adam_step"):
         _check_kind(folder, optimizer, common.get("uses_muon", False))
         _read(
             lambda: _load_optimizer(StoredTensors(folder), optimizer, regions, buffer_bytes), folder
         )
+        optimizer_state.give_float32_weights(optimizer)
         optimizer_state.set_num_steps(optimizer, common["adam_step"])
     elif "adam_step" not in common:
         logger.warning(

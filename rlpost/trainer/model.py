@@ -25,6 +25,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
+from rlpost.models.family import Family
+from rlpost.models.names import is_float32
 from rlpost.models.rope import axis_sections, rope_type
 from rlpost.trainer import device, mtp, parallel
 from rlpost.trainer.attention_backends import FLASH, FUSED, UNFUSED, Choice
@@ -42,7 +44,7 @@ from rlpost.trainer.megatron_fields import configured
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.rotary import set_attention_factor, set_frequencies, use_local_rotary
 from rlpost.trainer.shared_rows import use_row_params
-from rlpost.trainer.weights.inventory import Gather, Inventory, gather_entries
+from rlpost.trainer.weights.inventory import Gather, Inventory, gather_entries, named_tensors
 
 # megatron-core 0.16 reads the name even without TransformerEngine
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -73,9 +75,9 @@ _allowed_backends: set[str] = set()
 def build_model(description: ModelDescription, config: Config) -> list[GPTModel]:
     """Build this rank's chunks of the model, on the current device. Needs parallel state.
 
-    Weights are uninitialised: importing or loading a checkpoint fills all of them. All parameters
-    have the dtype of the settings. That includes the router's weight, as in the checkpoints of all
-    families; the router's bias stays float32.
+    Weights are uninitialised: importing or loading a checkpoint fills all of them. Parameters have
+    the dtype of the settings, unless their rule is ``is_float32``. That includes the router's weight,
+    as in the checkpoints of all families; the router's bias stays float32.
 
     Raises:
         ConfigError: a requested kernel is not available, or Megatron-core rejects the settings.
@@ -100,7 +102,7 @@ def build_model(description: ModelDescription, config: Config) -> list[GPTModel]
             chunks.append(_chunk(transformer, description, spec, stage))
         if config.grpo.enable_mtp_training and chunks[-1].post_process:
             mtp.attach(chunks[-1], spec, implementation=implementation, stage=stage)
-        _convert(chunks[-1], transformer.params_dtype)
+        _convert(chunks[-1], transformer.params_dtype, description.family)
         mark_biases_of_experts(chunks[-1])
         if implementation == TRANSFORMER_ENGINE:
             mark_shards_of_experts(chunks[-1])
@@ -128,16 +130,19 @@ def _restrict_engine(attention: Choice) -> Iterator[None]:
         os.environ[variable] = str(int(backend in _allowed_backends))
 
 
-def _convert(chunk: GPTModel, dtype: torch.dtype) -> None:
-    """Convert every parameter to ``dtype`` and move it to the device.
+def _convert(chunk: GPTModel, dtype: torch.dtype, family: Family) -> None:
+    """Convert every parameter to ``dtype`` or float32, and move it to the device.
 
     Megatron creates the router's weight in host memory and moves it in the first forward pass
     (``router.py`` of 0.16.1). A converter never runs a forward pass: it would broadcast host memory
     over NCCL.
     """
+    weights = named_tensors([chunk])
+    float32 = {tensor for name, tensor in weights if is_float32(name, family.rules)}
     for module in chunk.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            converted = parameter.data.to(device=device.current(), dtype=dtype)
+            kind = torch.float32 if parameter in float32 else dtype
+            converted = parameter.data.to(device=device.current(), dtype=kind)
             if converted.device == parameter.device:
                 parameter.data = converted
                 continue

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from rlpost.algorithm.guards import check_finite
@@ -54,12 +55,20 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
     """Build Adam over the wrapped chunks.
 
     Raises:
-        ConfigError: the precision needs a package or device that is missing.
+        ConfigError: the precision needs a package or device that is missing, or one type of all
+            gradients.
     """
-    optimizer = get_megatron_optimizer(optimizer_config(config), list(model))
+    _check_sums(model, config)
+    adam = optimizer_config(config)
+    # Without gradients, shards of float32 weights are leaves, as HybridDeviceOptimizer needs.
+    with torch.set_grad_enabled(not adam.optimizer_cpu_offload):
+        optimizer = get_megatron_optimizer(adam, list(model))
     for one in inner(optimizer):
+        if isinstance(one, DistributedOptimizer):
+            _number_weights(one)
         if isinstance(one.optimizer, HybridDeviceOptimizer):
             pin_weights(one.optimizer)
+            one.optimizer.register_step_pre_hook(_set_float32_gradients)
         update_one_by_one(one.optimizer)
     transformer = model[0].config
     transformer.finalize_model_grads_func = step.finalize_summed_grads
@@ -72,6 +81,51 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
         no_sync = [chunk.no_sync for chunk in model]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
+
+
+def _check_sums(model: Sequence[DistributedDataParallel], config: Config) -> None:
+    """Raise ConfigError if kernels of TransformerEngine would read gradients in another type.
+
+    Its norm and scaling of many gradients take the type of the first. Megatron's optimizers convert
+    them to float32 before, except these two.
+    """
+    table = config.optimizer
+    is_converted = not (table.use_precision_aware_optimizer or table.optimizer_cpu_offload)
+    if is_converted or not has_transformer_engine():
+        return
+    if len({buffer.grad_dtype for chunk in model for buffer in chunk.buffers}) > 1:
+        name = "optimizer-cpu-offload"
+        if table.use_precision_aware_optimizer:
+            name = "use-precision-aware-optimizer"
+        raise ConfigError(
+            f"--accumulate-allreduce-grads-in-fp32 false with --{name} true: this model has weights in float32, "
+            "and so gradients of two types, which TransformerEngine cannot sum; use "
+            "--accumulate-allreduce-grads-in-fp32 true"
+        )
+
+
+def _number_weights(optimizer: DistributedOptimizer) -> None:
+    """Number the weights of each parameter group as they are in the group: float32 ones first.
+
+    Megatron-core 0.16.1 numbers them before it sorts them by type, and would save the main weight and
+    the moments of another weight (NVIDIA/Megatron-LM#2777).
+    """
+    pairs = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for index, (float32, float16) in enumerate(pairs):
+        for order, weight in enumerate([*float32, *float16]):
+            optimizer.model_param_group_index_map[weight] = index, order
+
+
+def _set_float32_gradients(optimizer: HybridDeviceOptimizer, *_: object) -> None:
+    """Set ``grad`` of float32 weights, which HybridDeviceOptimizer leaves unset on the GPU.
+
+    It copies ``decoupled_grad`` only to weights in host memory, and to float32 copies of others
+    (``_set_sub_optimizer_grads`` of 0.16.1): without it these weights would never change.
+    """
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.dtype == torch.float32:
+                weight.grad = weight.decoupled_grad
 
 
 def update_one_by_one(optimizer: torch.optim.Optimizer) -> None:
@@ -265,8 +319,8 @@ def _check_hybrid(config: Config, dtype: torch.dtype) -> None:
     if config.optimizer.use_precision_aware_optimizer:
         _check_state_is_float32(config)
     if dtype != torch.bfloat16:
-        # With float32 weights it receives views of leaves, not leaves (distrib_optimizer.py of
-        # 0.16.1).
+        # Megatron-core 0.16.1 gives it views of leaves, not leaves (distrib_optimizer.py). ``build``
+        # avoids that for the few float32 weights of a model in bfloat16; no test has them alone.
         raise ConfigError(
             "--optimizer-cpu-offload true needs weights in bfloat16: Megatron's "
             "HybridDeviceOptimizer does not support float32; set --bf16 true or omit --optimizer-cpu-offload"

@@ -91,6 +91,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, setting
         },
     ),
     "not distributed": ("qwen3", 2, {"use_distributed_optimizer": False}),
+    "float32 weights, DP 2": ("qwen3.5", 2, {}),
 }
 
 

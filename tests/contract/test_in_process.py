@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import rlpost
 from rlpost import ConfigError
+from rlpost.extensions.in_process.engine import InProcessEngine
+from tests.contract.families import load_folder
+from tests.contract.float32_ranks import make_published
 from tests.left_descriptors import open_descriptors
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +64,20 @@ def test_engine_and_rank_agree_about_every_token_before_and_after_updates():
             assert metrics["train/rollout_logprob_abs_diff"] < 1e-5
             assert metrics["rollout/staleness_max"] == 0
         assert run.evaluate()["eval/heldout/reward_mean"] > 0
+
+
+def test_the_engine_takes_weights_in_the_dtypes_of_the_rank(tmp_path):
+    """transformers loads the float32 weights of a folder in bfloat16 rounded."""
+    make_published(tmp_path / "model", "qwen3.5")
+    engine = InProcessEngine(
+        tmp_path / "model", decode=str, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    stored = load_folder(tmp_path / "model")
+    engine.update([stored], 1)
+    held = engine._model.state_dict()
+    assert all(
+        held[name].dtype == one.dtype and held[name].equal(one) for name, one in stored.items()
+    )
 
 
 def test_the_engines_log_probs_are_those_of_the_model_alone(tmp_path):

@@ -57,6 +57,9 @@ in plain torch ([cost](benchmarks.md#gated-delta-rule)). State and short convolu
 packed row. A test compares both, gradients too, in Triton's interpreter; no GPU has run the kernels. Tensor
 parallelism shards them by key head; context parallelism is refused.
 
+The decay `A_log` and the norm after linear attention are [in float32](actor.md#weights-in-float32), also if the
+folder has them in bfloat16.
+
 The layer for multi-token prediction (`mtp.*`) is not trained; an export copies it unchanged.
 """
 

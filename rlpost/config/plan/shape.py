@@ -29,6 +29,8 @@ class Parameters:
 
     dense: int
     expert: int = 0
+    float32: int = 0
+    """Those of ``dense`` that are float32 in a model of 16 bits."""
 
     @property
     def total(self) -> int:
@@ -81,6 +83,10 @@ class LinearAttention:
     @property
     def values(self) -> int:
         return self.value_heads * self.value_dim
+
+    def float32(self, tensor: int) -> int:
+        """Elements of a layer on one rank that are float32: decay and norm (``Rule.is_float32``)."""
+        return self.value_heads // tensor + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +242,9 @@ def rank_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
     dense += embedding if is_first else 0
     # a tied embedding has a copy on the last stage when that is another than the first
     dense += embedding if is_last and (not shape.tied or not is_first) else 0
-    return Parameters(dense + (shape.hidden if is_last else 0), expert)
+    float32 = shape.linear.float32(layout.tensor) if shape.linear is not None else 0
+    float32 *= sum(linear_of(shape, layout, stage))
+    return Parameters(dense + (shape.hidden if is_last else 0), expert, float32)
 
 
 def sparse_of(shape: Shape, layout: Layout, stage: int) -> list[bool]:

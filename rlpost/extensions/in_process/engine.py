@@ -63,7 +63,7 @@ class InProcessEngine:
         """Of the weights; None before the first ``update``."""
 
     def update(self, parts: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
-        """Take the weights of ``version``, in parts by Hugging Face name.
+        """Take the weights of ``version``, in parts by Hugging Face name, in the trainer's dtypes.
 
         Waits for the answers that are being generated: each is of one version.
         """
@@ -71,6 +71,9 @@ class InProcessEngine:
         with self._lock, torch.no_grad():
             for tensors in parts:
                 for name, tensor in tensors.items():
+                    if own[name].dtype != tensor.dtype:  # transformers rounds all to one dtype
+                        weight = self._model.get_parameter(name)
+                        weight.data = own[name] = weight.data.to(tensor.dtype)
                     own[name].copy_(tensor)
             self.version = version
 

@@ -35,7 +35,7 @@ def critic_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
         return policy
     # a tied policy has a copy of the embedding on a last stage that is not the first
     copy = -(-shape.vocab // layout.tensor) * shape.hidden if stage else 0
-    return Parameters(policy.dense - copy + shape.hidden + 1, policy.expert)
+    return replace(policy, dense=policy.dense - copy + shape.hidden + 1)
 
 
 def matrix_parameters(shape: Shape, layout: Layout, stage: int) -> Parameters:
@@ -87,16 +87,16 @@ def stored_bytes(shape: Shape, width: int) -> int:
     Only the matrices of the layers are in FP8: embeddings, norms, biases, routers and shared experts
     that no engine could shard by whole blocks keep two bytes.
     """
-    total = shape.parameters.total
+    total, float32 = shape.parameters.total, shape.parameters.float32
     if width != 1:
-        return width * total
+        return width * total + (4 - width) * float32
     matrices = layer_matrices(shape)
     num_layers = len(sparse_of(shape, Layout(), 0))
     attention = num_layers * attention_elements(shape)
     blocks = (matrices - attention) // SIDE**2 + num_layers * sum(
         -(-rows // SIDE) * -(-columns // SIDE) for rows, columns in shape.attention_matrices
     )
-    return matrices + 4 * blocks + 2 * (total - matrices)
+    return matrices + 4 * blocks + 2 * (total - matrices) + 2 * float32
 
 
 def layer_matrices(shape: Shape) -> int:

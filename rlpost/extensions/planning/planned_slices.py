@@ -206,7 +206,7 @@ def _sent(
     name: str, shape: Index, weight: PlannedWeight, sent: SentWeights
 ) -> Iterator[SentTensor]:
     if not (sent.in_fp8 and weight.is_quantised):
-        yield SentTensor(name, shape, DTYPES[sent.width])
+        yield SentTensor(name, shape, "float32" if weight.is_float32 else DTYPES[sent.width])
         return
     yield SentTensor(name, shape, "float8_e4m3fn")
     yield SentTensor(f"{name}.scales", tuple(-(-length // SIDE) for length in shape), "float32")

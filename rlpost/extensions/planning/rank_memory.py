@@ -109,7 +109,7 @@ def held_memory(
     """
     each = parameter_bytes(config)
     copies = FP8_COPIES if config.megatron.options.get("fp8") else 0
-    frozen = 0
+    frozen, float32 = 0, parameters.float32
     if config.lora.lora_rank is not None and trained is not None:
         frozen, parameters = parameters.total, trained
     state = parameters.total
@@ -121,8 +121,8 @@ def held_memory(
     total = parameters.total
     moment = DTYPE_BYTES[config.optimizer.exp_avg_sq_dtype]
     on_gpu = RankMemory(
-        (frozen + total) * (each.weights + copies),
-        total * each.gradients,
+        (frozen + total) * (each.weights + copies) + float32 * (4 - each.weights),
+        total * each.gradients + parameters.float32 * (4 - each.gradients),
         round((state * each.optimizer - matrices.total * moment) * (1 - away)),
     )
     return on_gpu, round(state * HOST_BYTES * away)

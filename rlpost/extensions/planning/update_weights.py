@@ -42,9 +42,13 @@ class PlannedWeight:
     """Of an expert, or of those of all expert-parallel ranks: its number on its rank."""
     is_draft: bool = False
     """Whether it is of the layer for multi-token prediction."""
+    is_float32: bool = False
+    """Whether it is float32 in a model of 16 bits."""
 
     def num_bytes(self, *, width: int, in_fp8: bool) -> int:
-        """Bytes that are sent, ``width`` for each element unless it is in FP8."""
+        """Bytes that are sent, ``width`` for each element unless it is in FP8 or float32."""
+        if self.is_float32:
+            return self._elements * 4
         if not (in_fp8 and self.is_quantised):
             return self._elements * width
         return self._elements + 4 * self._blocks
@@ -158,8 +162,9 @@ def _linear(shape: Shape, one: LinearAttention, stage: int) -> Iterator[PlannedW
     output = ((hidden, one.values),)
     yield PlannedWeight(stage, output, is_quantised=True, sharding=OUTPUT_OF_ATTENTION)
     yield PlannedWeight(stage, ((channels, 1, one.kernel),), sharding=heads)
-    yield from [PlannedWeight(stage, ((one.value_heads,),), sharding=heads)] * 2
-    yield PlannedWeight(stage, ((one.value_dim,),))
+    yield PlannedWeight(stage, ((one.value_heads,),), sharding=heads, is_float32=True)
+    yield PlannedWeight(stage, ((one.value_heads,),), sharding=heads)
+    yield PlannedWeight(stage, ((one.value_dim,),), is_float32=True)
 
 
 def _mlp(shape: Shape, stage: int, layout: Layout, *, is_sparse: bool) -> Iterator[PlannedWeight]:

@@ -64,13 +64,17 @@ def _mixture_of_3_5(hf: HfConfig) -> dict[str, object]:
 
 
 def _linear(*projections: Rule) -> tuple[Rule, ...]:
-    """Rules of linear attention."""
+    """Rules of linear attention.
+
+    Qwen3.5 is published with the decay and the norm in float32. The error of a rounded decay compounds
+    over the tokens.
+    """
     return (
         *projections,
         in_layer("self_attention.conv_weight", "linear_attn.conv1d.weight", layout="linear_qkv"),
-        in_layer("self_attention.A_log", "linear_attn.A_log"),
+        in_layer("self_attention.A_log", "linear_attn.A_log", is_float32=True),
         in_layer("self_attention.dt_bias", "linear_attn.dt_bias"),
-        in_layer("self_attention.norm_weight", "linear_attn.norm.weight"),
+        in_layer("self_attention.norm_weight", "linear_attn.norm.weight", is_float32=True),
         in_layer("self_attention.out_proj.weight", "linear_attn.out_proj.weight"),
     )
 

@@ -93,11 +93,19 @@ def _sharded_state(
     is_hybrid = isinstance(one.optimizer, HybridDeviceOptimizer)
     is_scaled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not is_hybrid
 
+    # TransformerEngine's Adam updates a float32 weight, but not the main weight that it makes of it.
+    is_main_weight = is_scaled and parameter.dtype == torch.float32
+    group, order = one.model_param_group_index_map[parameter]
+    weight = one.optimizer.param_groups[group]["params"][order]
+
     def tensors() -> Tensors:
-        return _flat(one._get_main_param_and_optimizer_states(parameter))
+        states = one._get_main_param_and_optimizer_states(parameter)
+        return _flat(states | {"param": weight} if is_main_weight else states)
 
     def store(changed: Tensors) -> None:
         one._set_main_param_and_optimizer_states(parameter, changed)
+        if is_main_weight:
+            weight.data.copy_(changed["param"])
 
     return ParameterState(parameter, start, end, True, tensors, store if is_scaled else None)
 
@@ -145,6 +153,35 @@ def main_weights(one: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, t
         yield from zip(models, mains, strict=True)
     for group in one.fp32_from_fp32_groups:
         yield from ((parameter, parameter) for parameter in group)
+
+
+def take_model_weights(optimizer: MegatronOptimizer) -> None:
+    """Set the main weights to the weights of the model.
+
+    Megatron's ``reload_model_params`` leaves out copies in host memory of float32 weights
+    (``update_fp32_param_by_new_param`` of 0.16.1).
+    """
+    optimizer.reload_model_params()
+    for one in inner(optimizer):
+        if isinstance(one.optimizer, HybridDeviceOptimizer):
+            for weight, main in one.optimizer.gpu_params_map_cpu_copy.items():
+                main.data.copy_(weight.data)
+
+
+def give_float32_weights(optimizer: MegatronOptimizer) -> None:
+    """Set the float32 weights of the model to the main weights. Data-parallel collective.
+
+    They differ once the optimizer was loaded from a checkpoint in which the weight has 16 bits: each
+    rank has the main weights of its shard.
+    """
+    for state in parameter_states(optimizer):
+        if state.parameter.dtype == torch.float32:
+            part = state.parameter.detach().view(-1)[state.start : state.end]
+            part.copy_(state.tensors()["param"])
+    sharded = [one for one in inner(optimizer) if isinstance(one, DistributedOptimizer)]
+    for chunk in sharded[0].model_chunks if sharded else ():
+        if any(parameter.dtype == torch.float32 for parameter in chunk.parameters()):
+            chunk.start_param_sync(force_sync=True)
 
 
 def _flat(tensors: Tensors, keys: tuple[str, ...] = KEYS) -> Tensors:

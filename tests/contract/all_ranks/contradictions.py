@@ -108,10 +108,11 @@ def parameters_of(facts: RankFacts) -> Parameters:
 
 
 def _counted(weights: Iterable[Weight]) -> Parameters:
-    sizes = [(weight.size, weight.is_expert) for weight in weights]
+    counted = list(weights)
     return Parameters(
-        dense=sum(size for size, is_expert in sizes if not is_expert),
-        expert=sum(size for size, is_expert in sizes if is_expert),
+        dense=sum(weight.size for weight in counted if not weight.is_expert),
+        expert=sum(weight.size for weight in counted if weight.is_expert),
+        float32=sum(weight.size for weight in counted if weight.is_float32),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from rlpost.types import TrainSample
 from tests.contract.actor_ranks import Files, my_batch
+from tests.contract.float32_ranks import held
 
 
 class _OnHost(torch.Tensor):
@@ -50,7 +51,8 @@ def train_hybrid(
 ) -> dict[str, Any]:
     """Train the remaining steps and save in the background after the second one.
 
-    Return a digest of Adam's state, its step counts, the hash of the weights and the metrics.
+    Return a digest of Adam's state, its step counts, the hash of the weights, those in float32, and
+    the metrics.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -84,5 +86,6 @@ def train_hybrid(
         "adam": digest.hexdigest(),
         "steps": steps_made,
         "hash": actor.weights_hash(),
+        "float32": held(actor),
         "metrics": metrics,
     }

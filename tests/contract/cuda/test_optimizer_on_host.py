@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.contract.actor_ranks import Files, run_ranks
 from tests.contract.cuda.hybrid_ranks import pretend, train_hybrid
 from tests.contract.families import make_family
+from tests.contract.float32_ranks import make_published, train_and_hold
 from tests.contract.samples import STEPS
 from tests.settings import rank_config
 
@@ -26,6 +28,13 @@ CASES: dict[
         1,
         {},
         {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
+    ),
+    "float32 weights": ("qwen3.5", 2, {}, {"optimizer_offload_fraction": 1.0}),
+    "float32 weights, few on the host": (
+        "qwen3.5",
+        1,
+        {},
+        {"optimizer_offload_fraction": 0.1, "overlap_cpu_optimizer_d2h_h2d": True},
     ),
     "experts": (
         "glm4.5-moe",
@@ -68,3 +77,19 @@ def test_an_optimizer_in_host_memory_resumes_bit_for_bit_from_plain_values(
     common = torch.load(f"{saved}/common.pt", weights_only=True)
     assert common["adam_step"] == 2.0
     assert all("params" not in group for group in common["optimizer"]["param_groups"])
+
+
+@pytest.mark.parametrize("fraction", [0.05, 1.0])
+def test_float32_weights_train_as_on_the_device(tmp_path: Path, fraction: float) -> None:
+    """On the GPU and on the host: equal but for rounding, which depends on how memory is aligned."""
+    make_published(tmp_path / "model", "qwen3.5")
+    given = dict(bf16=True, lr=1e-3, adam_eps=1e-4, distributed_timeout_minutes=2)
+    plain = rank_config(str(tmp_path / "model"), **given)
+    own = OFFLOADED | {"optimizer_offload_fraction": fraction}
+    offloaded = rank_config(str(tmp_path / "model"), **given, megatron=own)
+    (theirs,) = run_ranks(train_and_hold, 1, plain, steps=STEPS, files=Files(), max_tokens=None)
+    (ours,) = run_ranks(train_hybrid, 1, offloaded, steps=STEPS, files=Files(), before=pretend)
+    assert ours["float32"].keys() == theirs["after"].keys()
+    for name, expected in theirs["after"].items():
+        np.testing.assert_allclose(ours["float32"][name], expected, rtol=1e-6, err_msg=name)
+        assert np.abs(expected - theirs["before"][name]).max() > 1e-4, "it was trained"

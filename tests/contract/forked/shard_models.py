@@ -61,6 +61,8 @@ class Compared:
     total_bytes: int = 0
     """Of all tensors."""
     num_boxes: int = 0
+    types: dict[str, str] = field(default_factory=dict)
+    """Dtypes of the parameters of the model."""
 
 
 def group(size: int, rank: int) -> SimpleNamespace:
@@ -85,10 +87,12 @@ def built(folder: Path, layout: Layout, **server_args: object) -> Iterator[torch
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
     from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
     from sglang.srt.model_loader.loader import _get_quantization_config
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.server_args import ServerArgs
 
     given = {"model_path": str(folder), "skip_tokenizer_init": True, "tp_size": layout.tp_size}
+    given["dtype"] = json.loads((folder / "config.json").read_text()).get("dtype", "float32")
     arguments = server.engine_arguments(engine_settings(given)) | {"ep_size": layout.ep_size}
     args = ServerArgs(**arguments, **server_args)
     args.resolve_once()
@@ -109,7 +113,9 @@ def built(folder: Path, layout: Layout, **server_args: object) -> Iterator[torch
     groups["moe_tp_group"] = group(moe_tp, layout.rank % moe_tp)
     with parallel.override(**groups):
         quantisation = _get_quantization_config(config, LoadConfig())
-        yield model_class(config=config.hf_config, quant_config=quantisation)
+        with set_default_torch_dtype(config.dtype):
+            model = model_class(config=config.hf_config, quant_config=quantisation)
+        yield model
 
 
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -214,6 +220,7 @@ def compare(folder: Path, layout: Layout) -> Compared:
     with built(folder, layout) as model:
         filled = {name for name, one in model.state_dict().items() if one.is_floating_point()}
         driver = Driver(model, tensors)
+        compared.types = {name: str(one.dtype) for name, one in model.named_parameters()}
         for number, values in enumerate((tensors, other_values(tensors, 5))):
             spoil(model, filled)
             model.load_weights(iter(values.items()))

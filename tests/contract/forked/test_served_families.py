@@ -7,6 +7,7 @@ trainer, so the update brings everything.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from importlib.util import find_spec
 from itertools import chain
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rlpost.config.engine_groups import teacher_url_group
 from rlpost.engines.engine_client import EngineClient
@@ -27,6 +29,7 @@ from rlpost.types import EngineAddress, Sample, TrainSample
 from tests.contract.actor_ranks import run_ranks, step_and_score
 from tests.contract.engines.test_sglang import Sender, buckets_of
 from tests.contract.families import load_folder, load_model, make_family
+from tests.contract.float32_ranks import make_published
 from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.contract.samples import STEPS
 from tests.settings import rank_config
@@ -154,3 +157,47 @@ def test_an_updated_engine_has_the_log_probs_of_the_trainer(
     assert difference(before, after) > 0.1
     assert difference(trained["logprobs"], after) < 1e-4
     assert difference([transformers_logprobs(new, prompt, response)], [logprobs]) < 1e-4
+
+
+def test_an_engine_in_bfloat16_has_the_decay_of_the_trainer_in_float32(
+    forked: ForkedSglang, tmp_path: Path
+) -> None:
+    """After an update, as after a start from the exported folder; not with a rounded decay."""
+    old, new, rounded, samples = tmp_path / "old", tmp_path / "new", tmp_path / "rounded", STEPS[0]
+    make_published(old, "qwen3.5-even")
+    settings = rank_config(str(old), bf16=True, lr=1e-4, distributed_timeout_minutes=5)
+    (trained,) = run_ranks(
+        step_and_score, 1, settings, samples=samples, export=str(new), bucket_bytes=BUCKET_BYTES
+    )
+    shutil.copytree(new, rounded)
+    tensors = {
+        name: one.bfloat16() if name.endswith("A_log") else one
+        for name, one in load_folder(new).items()
+    }
+    save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
+    found = {}
+    for case, folder, load_format in (
+        ("updated", old, "dummy"),
+        ("from disk", new, "auto"),
+        ("rounded", rounded, "auto"),
+    ):
+        try:
+            address = forked.start(
+                folder, KEY, tmp_path / "log", load_format=load_format, dtype="bfloat16"
+            )
+            if case == "updated":
+                asyncio.run(update(address, new, trained["buckets"]))
+            found[case] = asyncio.run(scores(address, samples))
+        finally:
+            forked.stop()
+    assert found["updated"] == found["from disk"]
+    exact, other = (
+        mean_difference(trained["logprobs"], found[case]) for case in ("updated", "rounded")
+    )
+    assert exact * 2 < other
+
+
+def mean_difference(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """Return the mean difference over all tokens."""
+    pairs = list(zip(chain(*ours), chain(*theirs), strict=True))
+    return sum(abs(one - other) for one, other in pairs) / len(pairs)

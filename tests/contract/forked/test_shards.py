@@ -31,6 +31,7 @@ from tests.contract.families import (
     load_folder,
     make_family,
 )
+from tests.contract.float32_ranks import FLOAT32, make_published
 from tests.contract.forked.forked_sglang import ForkedSglang
 from tests.contract.forked.shard_models import (
     Compared,
@@ -139,6 +140,24 @@ def test_an_update_in_slices_is_what_sglang_loads(forked: ForkedSglang, tmp_path
     needed = outcomes["qwen3-moe", EXPERTS]
     assert isinstance(needed, Compared)
     assert needed.num_bytes < 0.7 * needed.total_bytes, "a rank gets tensors that it does not hold"
+
+
+def test_float32_weights_of_a_model_in_bfloat16_in_slices(
+    forked: ForkedSglang, tmp_path: Path
+) -> None:
+    """The engine has the decay in float32, and rounds the norm while it loads it."""
+    chosen = []
+    for name in ("qwen3.5-even", "qwen3-next-even-moe"):
+        make_published(tmp_path / name, name)
+        chosen += [(tmp_path / name, layout) for layout in (WHOLE, SECOND)]
+    for (folder, layout), outcome in zip(chosen, compare_folders(forked, chosen), strict=True):
+        check((folder.name, layout), outcome)
+        assert isinstance(outcome, Compared)
+        ends = {name: kind for name, kind in outcome.types.items() if name.endswith(FLOAT32)}
+        assert ends == {
+            name: "torch.float32" if name.endswith("A_log") else "torch.bfloat16" for name in ends
+        }
+        assert ends
 
 
 def test_fp8_blocks_and_their_scales_in_slices(forked: ForkedSglang, tmp_path: Path) -> None:

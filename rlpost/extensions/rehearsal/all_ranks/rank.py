@@ -187,6 +187,7 @@ def _weight(held: Held, ranges: Ranges) -> Weight:
         is_tied_copy=held.rule.megatron == OUTPUT_LAYER
         and held.rule.hugging_face[0].endswith("embed_tokens.weight"),
         optimizer=ranges.get(held.tensor) if is_parameter else None,
+        is_float32=held.rule.is_float32,
     )
 
 

@@ -40,6 +40,8 @@ class Weight:
     """Whether it repeats the embedding as the output layer of the last pipeline stage."""
     optimizer: tuple[int, int] | None
     """The range of the flattened shard whose optimizer state is on this rank; None if there is none."""
+    is_float32: bool = False
+    """Whether it is float32 in a model of 16 bits."""
 
     @property
     def size(self) -> int:
