@@ -53,7 +53,7 @@ WAITING = ("cluster", "unit/slurm", "unit/cli", "unit/watching", "unit/test_gpu_
 ORDER = ("e2e/test_slurm.py", *WAITING, "e2e", "contract")
 # Folders whose files run in one worker, in the order of their names: they share servers that take
 # long to start, or what a long process has observed.
-TOGETHER = ("contract/engines", "contract/forked", "contract/cuda/observed")
+TOGETHER = ("contract/engines", "contract/forked", "contract/cuda/observed", "contract/in_ray")
 
 settings.register_profile("any machine", deadline=None)  # a slow machine is not a failure
 settings.register_profile(  # for make mutants, where most runs fail: no search for the least example

@@ -58,7 +58,7 @@ def test_a_session_of_ray_that_a_test_process_starts_has_no_token():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     starts = [(name, text) for name, node, text in functions if _calls(node, "ray.init")]
-    assert len(starts) >= 4
+    assert {name for name, _ in starts} == {"test_send.py", "conftest.py"}
     for name, text in starts:
         assert 0 <= text.find("disable_authentication()") < text.find("ray.init("), name
 

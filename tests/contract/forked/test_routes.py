@@ -136,13 +136,15 @@ def test_routes_are_those_of_transformers(mixture: Mixture) -> None:
         assert chosen_by(scores_of(mixture.folders[0], ids_of(sample)), sample.routes).all()
 
 
-async def until_running(mixture: Mixture) -> None:
-    """Wait until the engine generates answers and has generated some tokens of them."""
+async def until_running(mixture: Mixture, answers: list[asyncio.Task[Any]]) -> None:
+    """Wait until the engine generates answers and has generated some tokens of them, or until they
+    have ended: between two queries a fast engine may begin and end all.
+    """
     engine = EngineClient(mixture.address.url, KEY)
-    while not sum(
-        load["num_running_reqs"]
-        for load in (await engine.request("GET", "/v1/loads", None))["loads"]
-    ):
+    while not all(answer.done() for answer in answers):
+        (load,) = (await engine.request("GET", "/v1/loads", None))["loads"]
+        if load["num_running_reqs"]:
+            break
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
 
@@ -174,7 +176,7 @@ def updated_amid(mixture: Mixture, pause: PauseMode, write: Any) -> list[tuple[P
             met: list[Any] = []
             while not met:  # all answers may have ended before the update
                 tasks = [asyncio.create_task(write(connection, prompt)) for prompt in PROMPTS]
-                await until_running(mixture)
+                await until_running(mixture, tasks)
                 await update.update(1, mover(mixture.folders[1]), pause=pause)
                 pairs = zip(PROMPTS, await asyncio.gather(*tasks), strict=True)
                 met = [(prompt, found) for prompt, found in pairs if is_cut(found.version_spans)]

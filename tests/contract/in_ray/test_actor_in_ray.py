@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tests.contract.actor_ranks import Files, run_ranks, train
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
 from tests.ports import free_port
-from tests.ray_sessions import disable_authentication
 
 pytestmark = pytest.mark.timeout(300)
 ray = pytest.importorskip("ray")
@@ -88,19 +86,8 @@ class Holder:
         return result
 
 
-@pytest.fixture(scope="module")
-def ray_runtime(tmp_path_factory: pytest.TempPathFactory):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    disable_authentication()
-    ray.init(
-        num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024**2
-    )
-    yield
-    ray.shutdown()
-
-
 def test_a_save_in_a_ray_worker_starts_no_process_and_is_resumed_outside(
-    ray_runtime,
+    node,
     models,  # noqa: F811
     tmp_path,
 ):
@@ -111,6 +98,7 @@ def test_a_save_in_a_ray_worker_starts_no_process_and_is_resumed_outside(
         .remote()
     )
     inside = ray.get(holder.train_and_save.remote(one, STEPS, folder), timeout=240)
+    ray.kill(holder)
     assert inside["children"] == []
     assert inside["modules"] == {"torch", "megatron.core"}, "a rank does not load wandb"
     _is_profile_of_two_steps(inside["profiles"])

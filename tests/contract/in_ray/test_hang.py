@@ -26,18 +26,18 @@ from rlpost.errors import Hang
 from rlpost.observe.progress.overdue import ENOUGH, OverdueRule
 from rlpost.types import StepPlace
 from tests.contract.actor_ranks import positions_of_a_step, run_ranks
+from tests.contract.in_ray.conftest import NUM_GPUS
 from tests.contract.samples import STEPS
 from tests.contract.test_actor import models, settings  # noqa: F401
 from tests.ports import free_port
-from tests.ray_sessions import disable_authentication
 
 pytestmark = pytest.mark.timeout(180)
-ray = pytest.importorskip("ray")
 
-WORLD = 4
+WORLD = NUM_GPUS
 PLACE = StepPlace(1, 1, 1, old_version=0)
 ODD = 2  # in the tensor-parallel group of ranks 2 and 3
 RULE = OverdueRule(factor=5.0, min_s=2.0)
+TIMEOUT_S = 120.0  # of a collective
 
 
 class Rank:
@@ -53,7 +53,7 @@ class Rank:
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=TIMEOUT_S),
         )
         pairs = [(first, first + 1) for first in range(0, world, 2)]
         groups = [dist.new_group(pair, group_desc="tensor parallel") for pair in pairs]
@@ -99,20 +99,6 @@ class Rank:
         return write_flight_record(folder)
 
 
-@pytest.fixture(scope="module")
-def node() -> Any:
-    disable_authentication()
-    ray.init(
-        num_cpus=1,
-        num_gpus=WORLD,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 1024**2,
-    )
-    yield ray.nodes()[0]
-    ray.shutdown()
-
-
 async def hang(node: Any, folder: Path) -> tuple[Hang, float]:
     """Train until a rank skips a collective; return the error and the seconds until it."""
     slots = [Slot(node["NodeID"], node["NodeManagerAddress"], 1)] * WORLD
@@ -132,23 +118,28 @@ async def hang(node: Any, folder: Path) -> tuple[Hang, float]:
         send = partial(group.each, train_calls(*arguments))
         await calls.make("train_step", send, may_leave=True)
 
-    await workers.call_each("setup", [(rank, WORLD, port) for rank in range(WORLD)])
-    await workers.call("exchange")
-    uneven = await workers.call("counts")
-    assert any(one["default_pg"] for one in uneven), "why groups of pipeline stages are left out"
-    for _ in range(ENOUGH):
-        await train_step("trains")
-    began = time.monotonic()
-    with pytest.raises(Hang) as found:
-        await train_step("skips")
-    return found.value, time.monotonic() - began
+    try:
+        await workers.call_each("setup", [(rank, WORLD, port) for rank in range(WORLD)])
+        await workers.call("exchange")
+        uneven = await workers.call("counts")
+        assert any(one["default_pg"] for one in uneven), (
+            "why groups of pipeline stages are left out"
+        )
+        for _ in range(ENOUGH):
+            await train_step("trains")
+        began = time.monotonic()
+        with pytest.raises(Hang) as found:
+            await train_step("skips")
+        return found.value, time.monotonic() - began
+    finally:
+        await workers.kill()
 
 
 def test_a_rank_that_skips_a_collective_is_named(node: Any, tmp_path: Path) -> None:
     error, seconds = asyncio.run(hang(node, tmp_path))
     assert error.details["ranks"] == [ODD], error
     assert error.details["hosts"] == ["n01"]
-    assert seconds < 20.0
+    assert seconds < TIMEOUT_S / 2  # also on a busy machine
     text = (tmp_path / HANG_FILE).read_text()
     assert text.count("  8 collectives of tensor parallel (ranks ") == WORLD - 1
     assert text.count("  7 collectives of tensor parallel (ranks 2, 3)") == 1
