@@ -21,11 +21,8 @@ from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ROOT
 
 RECIPE = "jobs/recipes/small/tiny_images.toml"
-SAVED_AT, KILLED_AFTER, NUM_STEPS, EVALUATED_EVERY = 4, 6, 32, 16  # an epoch
-SETTINGS = (
-    *("--num-rollout", f"{NUM_STEPS}"),
-    *("--save-interval", f"{SAVED_AT}", "--eval-interval", f"{EVALUATED_EVERY}"),
-)
+SAVED_AT, KILLED_AFTER, NUM_STEPS, EVALUATED_EVERY = 4, 6, 40, 20
+SETTINGS = ("--save-interval", f"{SAVED_AT}")
 CHANCE = 1 / len(COLOURS)
 
 
@@ -79,7 +76,7 @@ def test_a_run_on_images_learns_and_a_killed_driver_changes_nothing(squares, tmp
     )
     assert evaluated["heldout"][0] <= CHANCE + 0.1 and evaluated["heldout"][-1] >= 0.7
     rewards = [line["reward/mean"] for line in lines[1:]]
-    assert fmean(rewards[:10]) < CHANCE + 0.1 and fmean(rewards[-5:]) > CHANCE + 0.15
+    assert fmean(rewards[:10]) < CHANCE + 0.1 and fmean(rewards[-5:]) >= 0.5
     page = (run.folder / "report/report.html").read_text()
     assert page.count('<img src="data:image/jpeg;base64,') > 10
     num_files = sum(path.is_file() for path in (run.folder / "images").glob("*/*"))
