@@ -190,10 +190,15 @@ from rlpost.engines.cuda_graphs import graph_settings
 
 def run(arguments, ready_fd, gpus_per_node):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(9))  # as SGLang and uvicorn do
-    scheduler = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    scheduler = multiprocessing.get_context("fork").Process(target=wait)
     scheduler.start()
     os.write(ready_fd, b"%d\\n" % scheduler.pid)
-    time.sleep(60)
+    wait()
+
+def wait():
+    # A handler runs between two calls: a signal just before a long sleep would wait for its end.
+    for _ in range(1200):
+        time.sleep(0.05)
 
 server.run_engine = run
 server.main([])
@@ -220,7 +225,7 @@ def test_term_to_every_process_of_a_step_does_not_end_a_server_that_ignores_it(i
             server.wait(0.5)
         os.kill(scheduler, 0)
         server.stdin.close()  # as when its agent ends; the server must end too
-    assert server.wait(10) != 0
+    assert server.wait(60) != 0
     os.close(ours)
 
 
