@@ -50,7 +50,7 @@ from rlpost.config.checks.no_effect import no_effect_notes, no_effect_problems
 from rlpost.config.checks.observe import observe_problems
 from rlpost.config.checks.optimizer import optimizer_problems
 from rlpost.config.checks.policy_passes import pass_problems
-from rlpost.config.checks.precision import precision_problems
+from rlpost.config.checks.precision import precision_model_problems, precision_problems
 from rlpost.config.checks.prefix import prefix_problem
 from rlpost.config.checks.rollout import (
     debug_problems,
@@ -214,6 +214,7 @@ def _model_folder_problems(config: Config) -> list[str]:
     try:
         hf_config = read_config(path)
         problems += [*model_problems(config, hf_config), *routing_model_problems(config, hf_config)]
+        problems += precision_model_problems(config, hf_config)
         problems += extensions.model_problems(config, hf_config)
         problems += group_checks.spare_model_problems(config, hf_config)
         problems += lora_model_problems(config, hf_config)

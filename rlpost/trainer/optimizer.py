@@ -55,10 +55,8 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
     """Build Adam over the wrapped chunks.
 
     Raises:
-        ConfigError: the precision needs a package or device that is missing, or one type of all
-            gradients.
+        ConfigError: the precision needs a package or device that is missing.
     """
-    _check_sums(model, config)
     adam = optimizer_config(config)
     # Without gradients, shards of float32 weights are leaves, as HybridDeviceOptimizer needs.
     with torch.set_grad_enabled(not adam.optimizer_cpu_offload):
@@ -81,27 +79,6 @@ def build(model: Sequence[DistributedDataParallel], config: Config) -> ChainedOp
         no_sync = [chunk.no_sync for chunk in model]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return optimizer
-
-
-def _check_sums(model: Sequence[DistributedDataParallel], config: Config) -> None:
-    """Raise ConfigError if kernels of TransformerEngine would read gradients in another type.
-
-    Its norm and scaling of many gradients take the type of the first. Megatron's optimizers convert
-    them to float32 before, except these two.
-    """
-    table = config.optimizer
-    is_converted = not (table.use_precision_aware_optimizer or table.optimizer_cpu_offload)
-    if is_converted or not has_transformer_engine():
-        return
-    if len({buffer.grad_dtype for chunk in model for buffer in chunk.buffers}) > 1:
-        name = "optimizer-cpu-offload"
-        if table.use_precision_aware_optimizer:
-            name = "use-precision-aware-optimizer"
-        raise ConfigError(
-            f"--accumulate-allreduce-grads-in-fp32 false with --{name} true: this model has weights in float32, "
-            "and so gradients of two types, which TransformerEngine cannot sum; use "
-            "--accumulate-allreduce-grads-in-fp32 true"
-        )
 
 
 def _number_weights(optimizer: DistributedOptimizer) -> None:

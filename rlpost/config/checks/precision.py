@@ -1,6 +1,6 @@
 """Check the precision of the trainer and of the engines. Pure.
 
-Input: a ``Config``. Output: one line for each problem.
+Input: a ``Config``, and the model's config.json. Output: one line for each problem.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from rlpost.config.flags import flag
 from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.config.plan.cards import capability_of
 from rlpost.config.tree import Config
-from rlpost.config.wording import listed, value_text
+from rlpost.config.wording import listed, spelled, value_text
+from rlpost.models.families import family_of
 from rlpost.models.fp8 import grid_of
+from rlpost.models.model_types import HfConfig
 
 _ONLY_BLOCKS = (
     "the trainer would hold weights as TransformerEngine's quantised tensors, whose bytes its offload, "
@@ -33,6 +35,27 @@ _SAME = {"float": "float32"}
 def precision_problems(config: Config) -> list[str]:
     """Return precisions that the trainer lacks, or that differ between trainer and engines."""
     return [*_narrow_training(config), *_engine_dtype(config)]
+
+
+def precision_model_problems(config: Config, hf: HfConfig) -> list[str]:
+    """Return sums of gradients that TransformerEngine computes wrongly for the model's weights.
+
+    Its norm and scaling of many gradients take the type of the first. Megatron's optimizers convert
+    them to float32 before, except these two.
+    """
+    known = family_of(hf)
+    has_float32 = known is not None and any(rule.is_float32 for rule in known.rules)
+    is_mixed = has_float32 and config.perf.bf16 is not False
+    if not is_mixed or config.perf.accumulate_allreduce_grads_in_fp32:
+        return []
+    unconverted = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    return [
+        f"--accumulate-allreduce-grads-in-fp32 false with {spelled(config, name)}: this model has weights in "
+        "float32, and so gradients of two types, which TransformerEngine cannot sum; use "
+        "--accumulate-allreduce-grads-in-fp32 true"
+        for name in unconverted
+        if getattr(config.optimizer, name)
+    ]
 
 
 def _narrow_training(config: Config) -> list[str]:

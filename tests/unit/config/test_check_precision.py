@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.config.checks.precision import precision_problems
+from rlpost.config.checks.precision import precision_model_problems, precision_problems
 from rlpost.config.engine_args import engine_args
 from rlpost.config.groups.perf import FP8_ROWS
 from rlpost.config.load import JOBS, files_of, load
@@ -54,3 +54,20 @@ def test_another_dtype_of_the_engines_is_refused(bf16, dtype, wanted):
     else:
         assert found[0].startswith(f"--sglang-dtype {dtype}: ")
         assert found[0].endswith(f"--sglang-dtype {wanted}")
+
+
+HYBRID = {"architectures": ["Qwen3NextForCausalLM"]}
+
+
+@pytest.mark.parametrize("option", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
+def test_gradients_of_two_types_are_refused_where_they_are_not_converted(option):
+    def refusals(hf=HYBRID, **perf):
+        table = {"accumulate_allreduce_grads_in_fp32": False, **perf}
+        return precision_model_problems(
+            load([], {"perf": table, "optimizer": {option: True}}).config, hf
+        )
+
+    [line] = refusals()
+    assert f"with --{option.replace('_', '-')} true" in line and line.endswith("in-fp32 true")
+    assert refusals(bf16=False) == [] == refusals(accumulate_allreduce_grads_in_fp32=True)
+    assert refusals({"architectures": ["Qwen3ForCausalLM"]}) == []

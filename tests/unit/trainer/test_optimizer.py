@@ -91,18 +91,3 @@ def test_torchs_adam_updates_weight_by_weight_and_so_does_what_replaces_it():
         optimizer.update_one_by_one(one)
     assert [group["foreach"] for group in adam.param_groups] == [False]
     assert [group["foreach"] for group in other.param_groups] == [None]
-
-
-@pytest.mark.parametrize("option", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
-def test_gradients_of_two_types_are_refused_where_they_are_not_converted(monkeypatch, option):
-    buffers = [SimpleNamespace(grad_dtype=kind) for kind in (torch.float32, torch.bfloat16)]
-    mixed, alone = [SimpleNamespace(buffers=buffers)], [SimpleNamespace(buffers=buffers[:1])]
-    monkeypatch.setattr(optimizer, "has_transformer_engine", lambda: True)
-    given = rank_config("", **{option: True})
-    optimizer._check_sums(mixed, rank_config(""))
-    optimizer._check_sums(alone, given)
-    named = "--" + option.replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"with {named} true.*in-fp32 true"):
-        optimizer._check_sums(mixed, given)
-    monkeypatch.setattr(optimizer, "has_transformer_engine", lambda: False)
-    optimizer._check_sums(mixed, given)
