@@ -1,16 +1,17 @@
 """Whole runs on two nodes of a real Slurm: Megatron-core with TP=2 and DP=2, two SGLang engines
 in one job.
 
-The first run is not disturbed. Another loses a node. A third is preempted by a job of higher priority,
-and its user resumes it on fewer nodes; one that Slurm restarts, with equal weights:
-tests/e2e/test_fleet.py. The generations of the first are fixed: it records them, and the other runs
-train on the recording. So weights and metrics must be equal to the last bit, except after the change
-of nodes. Engines run where a node is lost: they are synchronised after every step and generate the
-evaluations. All tests are in one file, because they share the first run.
+The first run is not disturbed. The others lose a node, are preempted by a job of higher priority, and
+resume on fewer nodes (a run that is preempted with a user signal: tests/e2e/test_fleet.py). The
+generations of the first are fixed: it records them, and the other runs train on the recording. So
+weights and metrics must be equal to the last bit. Engines run where a node is lost: they are
+synchronised after every step and generate the evaluations. All tests are in one file, because they
+share the first run.
 """
 
 import json
 import re
+import shutil
 import stat
 import sys
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ PREEMPT_AFTER_STEP = 1
 
 
 def preempt(run: Run) -> str:
-    """When some steps are trained, submit a job of the high partition that takes the run's nodes;
-    return its id.
+    """When some steps are trained, submit a job of the high partition that takes two nodes; return
+    its id.
 
     A rank is stopped until the run is asked to leave, which on a fast machine would end before.
     """
@@ -61,9 +62,10 @@ def preempt(run: Run) -> str:
     rank = process_of(attempt / "actor-0.log")
     rank.suspend()
     assert run.metrics[-1]["step"] < NUM_STEPS, run.logs()
-    nodes = job_info(run.lab, run.job).nodelist
-    script = "#!/bin/bash\n#SBATCH --partition=high --exclusive --gres=gpu:8\nsrun hostname\n"
-    urgent = sbatch(run.lab, f"urgent-{run.job}.sbatch", script, f"--nodelist={nodes}")
+    script = (
+        "#!/bin/bash\n#SBATCH --partition=high --nodes=2 --exclusive --gres=gpu:8\nsrun hostname\n"
+    )
+    urgent = sbatch(run.lab, f"urgent-{run.job}.sbatch", script)
     until((attempt / "STOP").exists, run.lab, "the run is asked to leave")
     rank.resume()
     return urgent
@@ -76,6 +78,21 @@ def assert_equal(run: Run, undisturbed: Run) -> None:
     expected = comparable(undisturbed.metrics)
     assert comparable(run.metrics) == [line for line in expected if line["step"] in steps]
     assert steps[-NUM_STEPS:] == list(range(1, NUM_STEPS + 1))
+
+
+def assert_preempted_once(run: Run) -> None:
+    """The run resumed from the checkpoint of its preemption."""
+    info = job_info(run.lab, run.job)
+    assert info.num_restarts == 1, run.logs()
+    assert (run.verdict(0), run.verdict(1)) == ("requeue", "done")
+    (preempted,), (first, second) = run.events("preempted"), run.events("started")
+    saved = [
+        event["step"]
+        for event in run.ledger[: run.ledger.index(preempted)]
+        if event["event"] == "committed"
+    ]
+    assert first["step"] == 0
+    assert PREEMPT_AFTER_STEP <= second["step"] == saved[-1] < NUM_STEPS
 
 
 def assert_leaves_within(run: Run, *, seconds: float) -> None:
@@ -171,37 +188,6 @@ def test_nothing_of_the_run_is_left_on_the_nodes(undisturbed):
 
 
 @dataclass(frozen=True)
-class Preempted:
-    """A run that Slurm requeued after a preemption, and the id of the job that took its nodes."""
-
-    run: Run
-    urgent: str
-
-
-@pytest.fixture(scope="module")
-def preempted(undisturbed: Run, lab: Lab, recordings: Path) -> Preempted:
-    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node. The run only trains: it
-    starts no engine and evaluates nothing. Its user cancels the job that Slurm requeued.
-    """
-    run = Run(lab, lab.shared / "plain")
-    options = ["--parsable", "--partition=low", f"--output={lab.shared}/plain-%j.out"]
-    env = {"RLPOST_PYTHON": sys.executable, "RLPOST_RUN_FOLDER": str(run.folder)}
-    training = [*TRAINING, *replay(recordings), "--debug-train-only"]
-    command = ["sbatch", *options, "jobs/tiny.sbatch", *training]
-    run.job = lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
-    urgent = preempt(run)
-    until(
-        lambda: job_info(lab, run.job).num_restarts > 0 or job_info(lab, run.job).state.is_over,
-        lab,
-        "Slurm requeues the run",
-        deadline_s=RUN_DEADLINE_S,
-    )
-    lab.run("ctl", ["scancel", run.job])  # Slurm does not start it for cred_expire_s + 1
-    until(lambda: job_info(lab, run.job).state.is_over, lab, "the requeued job has ended")
-    return Preempted(run, urgent)
-
-
-@dataclass(frozen=True)
 class SideBySide:
     """Two runs at the same time: on two nodes with a spare, and on the fourth."""
 
@@ -210,18 +196,18 @@ class SideBySide:
 
 
 @pytest.fixture(scope="module")
-def runs(preempted: Preempted, lab: Lab, recordings: Path) -> SideBySide:
-    """Both train on the recording of the undisturbed run; the second is the one that was preempted."""
-    lost, fewer = Run(lab, lab.shared / "lost-node"), Run(lab, preempted.run.folder)
+def runs(undisturbed: Run, lab: Lab, recordings: Path) -> SideBySide:
+    """Both train on the recording of the undisturbed run; the second resumes its last checkpoint but
+    one.
+    """
+    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    lost, fewer = (Run(lab, lab.shared / name) for name in ("lost-node", "fewer-nodes"))
     slices = ("--spare-nodes", "1", "--update-weight-transport", "slices")
-    submit(lost, "--nodes", "2", *slices, *replay(recordings))
-    submit(fewer, "--nodes", "1", "--resume", "--debug-train-only", *replay(recordings))
+    submit(lost, "--nodes", "2", *slices, *replay)
+    shutil.copytree(undisturbed.folder, fewer.folder, symlinks=True)
+    shutil.rmtree(fewer.folder / f"checkpoints/iter_{NUM_STEPS:07d}")
+    submit(fewer, "--nodes", "1", "--resume", "--debug-train-only", *replay)
     return SideBySide(lost, fewer)
-
-
-def replay(recordings: Path) -> list[str]:
-    """Flags with which a run trains on the recording."""
-    return ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
 
 
 def submit(run: Run, *flags: str) -> None:
@@ -259,40 +245,45 @@ def test_a_run_that_loses_a_node_gets_the_spare_within_its_attempt_and_ends_equa
     assert num_plans_of_slices(run.log(0)) >= 2
 
 
-def test_without_a_user_signal_a_preempted_run_saves_and_is_requeued(preempted):
-    run, info = preempted.run, job_info(preempted.run.lab, preempted.run.job)
-    assert (info.num_restarts, run.verdict(0)) == (1, "requeue"), run.logs()
-    until(
-        lambda: job_info(run.lab, preempted.urgent).state == "COMPLETED", run.lab, "the urgent job"
-    )
-    assert "TERM" in run.log(0, "STOP")
-    assert_leaves_within(run, seconds=60)
-    assert "requeue" in Path(f"{run.lab.shared}/plain-{run.job}.out").read_text()
-
-
-def test_a_preempted_run_of_two_nodes_resumes_on_one_with_half_the_trainer_ranks(undisturbed, runs):
-    """``submit --resume`` with fewer --nodes: from the checkpoint of the preemption, of TP=2 and DP=2,
-    TP=2 and DP=1 train the last steps, on the recording alone. From there only the order in which
-    floating-point numbers are added differs.
+def test_a_run_of_two_nodes_resumes_on_one_with_half_the_trainer_ranks(undisturbed, runs):
+    """``submit --resume`` with fewer --nodes: from the last checkpoint but one, of TP=2 and DP=2,
+    the last steps are trained again by TP=2 and DP=1, on the recording alone. Only the order in
+    which floating-point numbers are added differs.
     """
     run = runs.on_fewer_nodes
+    begin = undisturbed.events("committed")[-2]["step"]
     until_over(run)
-    (stopped,), (first, second) = run.events("preempted"), run.events("started")
-    newest = run.folder / "attempts/latest"
-    before = run.ledger[: run.ledger.index(stopped)]
-    begin = [entry["step"] for entry in before if entry["event"] == "committed"][-1]
-    assert (first["step"], second["step"]) == (0, begin)
-    assert (len(first["nodes"]), len(second["nodes"])) == (2, 1)
-    assert PREEMPT_AFTER_STEP <= begin < NUM_STEPS
-    assert (newest / "verdict").read_text().strip() == "done"
-    assert len(list(newest.glob("actor-*.log"))) == 2
-    assert not list((run.folder / "attempts").rglob("engine-*"))
-    assert not evaluations(run.metrics)
-    trained, expected = (
-        [line for line in one.metrics if line["step"] > 0] for one in (run, undisturbed)
-    )
-    assert [line["step"] for line in trained] == list(range(1, NUM_STEPS + 1))
-    assert comparable(trained[:begin]) == comparable(expected[:begin])
-    for ours, theirs in zip(trained[begin:], expected[begin:], strict=True):
+    first, second = run.events("started")
+    assert (len(first["nodes"]), len(second["nodes"]), second["step"]) == (2, 1, begin)
+    assert begin < NUM_STEPS
+    assert len(list((run.folder / "attempts/1").glob("actor-*.log"))) == 2
+    assert [line["step"] for line in run.metrics] == list(range(NUM_STEPS + 1))
+    for ours, theirs in zip(
+        run.metrics[begin + 1 :], undisturbed.metrics[begin + 1 :], strict=True
+    ):
         assert ours["reward/mean"] == theirs["reward/mean"]
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-3)
+
+
+def test_preempted_without_a_user_signal_the_plain_sbatch_file_resumes_and_ends_equal(
+    undisturbed, lab, recordings
+):
+    """``sbatch jobs/tiny.sbatch``: no Python of rlpost runs on the login node. The run only trains: it
+    starts no engine and evaluates nothing. Engines are restarted in tests/e2e/test_fleet.py.
+    """
+    run = Run(lab, lab.shared / "plain")
+    replay = ["--load-debug-rollout-data", str(recordings / "{rollout_id}.jsonl")]
+    options = ["--parsable", "--partition=low", f"--output={lab.shared}/plain-%j.out"]
+    env = {"RLPOST_PYTHON": sys.executable, "RLPOST_RUN_FOLDER": str(run.folder)}
+    command = ["sbatch", *options, "jobs/tiny.sbatch", *TRAINING, *replay, "--debug-train-only"]
+    run.job = lab.run("ctl", command, cwd=ROOT, env=env).stdout.strip()
+    urgent = preempt(run)
+    until_over(run)
+    assert job_info(run.lab, urgent).state == "COMPLETED"
+    assert_preempted_once(run)
+    assert_equal(run, undisturbed)
+    assert not list((run.folder / "attempts").rglob("engine-*"))
+    assert not evaluations(run.metrics)
+    assert "TERM" in run.log(0, "STOP")
+    assert_leaves_within(run, seconds=60)
+    assert "requeue" in Path(f"{lab.shared}/plain-{run.job}.out").read_text()
