@@ -119,6 +119,21 @@ class Watch:
     add: Callable[[Answer], None]
 
 
+def check_read(answer: Answer, num_sent: int) -> None:
+    """Check that an engine read as many tokens as were sent; one that was aborted before says 0.
+
+    Raises:
+        RolloutError: the answer is to another prompt.
+    """
+    num_read = answer.meta_info.get("prompt_tokens")
+    if answer.token_ids and num_read not in (None, num_sent):
+        raise RolloutError(
+            f"an engine read {num_read} tokens of a prompt that has {num_sent} with its images, so its answer is to "
+            "another prompt; start engines without --allow-auto-truncate, and with the model folder and image "
+            "processor of the trainer"
+        )
+
+
 class Connection:
     """A session of requests; an asynchronous context manager."""
 
@@ -219,16 +234,7 @@ class Connection:
             conversation=None if turn_of is None else (id(self), turn_of),
             owner=self,
         )
-        answer = await self._post(what, body, request, watch)
-        num_read = answer.meta_info.get("prompt_tokens")
-        if images and self.images is not None:
-            self.images.check_answer(what, answer, len(input_ids))
-        elif answer.token_ids and num_read not in (None, len(input_ids)):
-            raise RolloutError(
-                f"{what}: an engine read {num_read} tokens of a prompt that has {len(input_ids)}, so its answer is "
-                "to another prompt; start engines without --allow-auto-truncate"
-            )
-        return answer
+        return await self._post(what, body, request, watch)
 
     async def halt(
         self, running: Sequence[asyncio.Task[object]], *, must_leave: Callable[[], bool]
@@ -305,7 +311,7 @@ class Connection:
     ) -> Answer | Failure:
         """Send a request once; let the places learn from its answer."""
         began = time.monotonic()
-        answer = await self._try(place, body, watch)
+        answer = await self._try(place, body, request.num_input, watch)
         if isinstance(answer, Answer):
             cached = answer.meta_info.get("cached_tokens")
             num_new = len(answer.token_ids)
@@ -314,7 +320,9 @@ class Connection:
             self._places.learn(place, use, seconds=time.monotonic() - began if is_whole else None)
         return answer
 
-    async def _try(self, place: Place, body: bytes, watch: Watch | None) -> Answer | Failure:
+    async def _try(
+        self, place: Place, body: bytes, num_input: int, watch: Watch | None
+    ) -> Answer | Failure:
         """Send a request once."""
         assert self._session is not None, "used outside its context"
         headers = JSON | authorization(place.api_key)
@@ -322,9 +330,11 @@ class Connection:
         try:
             async with self._session.post(url, data=body, headers=headers) as response:
                 if response.status == 200 and watch is not None:
-                    return await self._read_stream(response, watch)
+                    return await self._read_stream(response, num_input, watch)
                 if response.status == 200:
-                    return await self._parse(parse, await response.read(), self.routes)
+                    answer = await self._parse(parse, await response.read(), self.routes)
+                    check_read(answer, num_input)
+                    return answer
                 text = await response.text()
                 return Failure(
                     f"answered {response.status}: {text[:500]}",
@@ -339,20 +349,23 @@ class Connection:
             return Failure(f"does not answer: {error or type(error).__name__}", is_fault=False)
         except (aiohttp.ClientError, ValueError) as error:
             return Failure(f"answered 200 without a valid answer: {error}", is_fault=True)
-        except RolloutError as error:  # from the parser: the version or the routes are invalid
+        except RolloutError as error:  # the version, the routes or the read prompt are wrong
             if place.is_own:
-                raise
+                raise RolloutError(f"engine {place.url}: {error}") from error
             return Failure(str(error), is_fault=True)
 
     async def _parse(self, parse: Callable[..., Answer], *arguments: object) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse, *arguments)
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, watch: Watch) -> Answer:
+    async def _read_stream(
+        self, response: aiohttp.ClientResponse, num_input: int, watch: Watch
+    ) -> Answer:
         """Read an answer that comes in events."""
         streamed = StreamedAnswer(self.routes)
         watch.begin()
         async for event in events(response.content.iter_any()):
             new = await self._parse(streamed.add, event)
+            check_read(new, num_input)
             if new.token_ids:
                 watch.add(new)
         return streamed.whole()

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpost.columns import IntColumn
-from rlpost.engines.answer import Answer
-from rlpost.errors import RolloutError
 from rlpost.images.limits import open_image
 from rlpost.images.processor import ImageProcessor
 from rlpost.images.store import ImageStore
@@ -120,16 +118,3 @@ class ImageRequests:
         if not self.is_inline:
             return str(path)
         return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-    def check_answer(self, what: str, answer: Answer, num_expected: int) -> None:
-        """Check that an engine read as many tokens as the request has here.
-
-        Raises:
-            RolloutError: it read other ones, so its processor cuts images in another way.
-        """
-        num_read = answer.meta_info.get("prompt_tokens")
-        if answer.token_ids and num_read != num_expected:
-            raise RolloutError(
-                f"{what}: an engine read {num_read} tokens of a prompt that has {num_expected} with its images; "
-                "trainer and engines need the same model folder and image processor"
-            )

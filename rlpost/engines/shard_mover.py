@@ -307,7 +307,7 @@ def _write_plans(
 
 def _plan(
     described: Sequence[Description],
-    files: Sequence[Sequence[Path]],
+    files: Mapping[str, Sequence[Path]],
     *,
     max_bytes: int,
     beside: Mapping[int, int],
@@ -324,12 +324,12 @@ def _plan(
         reasons.update(answer["reasons"])
         return boxes_of(answer, names)
 
-    needed = [[boxes_in(file) for file in engine_files] for engine_files in files]
+    needed = {url: [boxes_in(file) for file in of_ranks] for url, of_ranks in files.items()}
     check_complete(described[0][0], needed)
     plan = plan_shards(
         joined_units(described[0][0], together),
         [boxes for _, boxes, _ in described],
-        list(itertools.chain.from_iterable(needed)),
+        list(itertools.chain.from_iterable(needed.values())),
         max_bytes=max_bytes,
         beside=beside,
     )

@@ -100,7 +100,7 @@ class AnswerLog:
         A deterministic engine (0.5.21: ``sampling_batch_info.py``) draws by the seed and the position
         of a token alone, and takes 42 for a request without a seed: all answers to a prompt would be
         the same. Requests that are replayed count, so the next one has the same seed as without a
-        crash.
+        crash, unless a response in progress was recorded: its rest is a request of its own.
         """
         self._num_requests += 1
         text = f"{base} {self._prompt.prompt_id} {self.index} {self._num_requests}"

@@ -28,7 +28,7 @@ def job_info(lab: Lab, job: str) -> JobInfo:
     return parse_job(lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout)
 
 
-def until(condition: Callable[[], bool], lab: Lab, what: str, *, deadline_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], lab: Lab, what: str, *, deadline_s: float = 180.0) -> None:
     """Wait for a condition; at the deadline, fail with the jobs and logs of the lab."""
     if wait_until(condition, deadline_s=deadline_s):
         return

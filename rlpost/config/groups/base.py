@@ -150,7 +150,7 @@ class Group(BaseModel):
 
     @property
     def functions(self) -> dict[str, str]:
-        """Code of users by setting and name: FILE.py:NAME or module:NAME."""
+        """Code of users by its role: FILE.py:NAME or module:NAME."""
         return {}
 
     @property

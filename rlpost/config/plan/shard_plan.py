@@ -242,7 +242,9 @@ def joined_units(units: Sequence[Unit], together: Iterable[Iterable[str]]) -> li
     return [joined[at] for at in sorted(joined)]
 
 
-def check_complete(units: Sequence[Unit], engines: Sequence[Sequence[Iterable[BoxGroup]]]) -> None:
+def check_complete(
+    units: Sequence[Unit], engines: Mapping[str, Sequence[Iterable[BoxGroup]]]
+) -> None:
     """Check that the ranks of each engine hold all of every tensor that they must have.
 
     A model of other sizes would load the first rows or columns of a tensor without an error, and one
@@ -250,22 +252,22 @@ def check_complete(units: Sequence[Unit], engines: Sequence[Sequence[Iterable[Bo
 
     Args:
         units: all tensors of the model.
-        engines: by engine and rank, what it needs.
+        engines: by the URL of an engine and rank, what it needs.
 
     Raises:
-        WeightError: names the engine's number, the tensor, and the elements that it needs.
+        WeightError: names the engine, the tensor, and the elements that it needs.
     """
     shapes = {tensor.name: tensor.shape for unit in units for tensor in unit.tensors}
     required = [one.name for unit in units if not unit.is_optional for one in unit.tensors]
     held_of: dict[tuple[Index, frozenset[tuple[Index, Index]]], int] = {}
-    for number, groups in _distinct(engines):
+    for url, groups in _distinct(engines):
         spans: dict[str, set[tuple[Index, Index]]] = {}
         for group in groups:
             for name in group.tensors:
                 spans.setdefault(name, set()).add((group.start, group.size))
         if left_out := [name for name in required if name not in spans]:
             raise WeightError(
-                f"{left_out[0]}: the ranks of engine {number} load nothing of it, the first of "
+                f"{left_out[0]}: the ranks of engine {url} load nothing of it, the first of "
                 f"{counted(len(left_out), 'tensor')}; trainer and engine must have the same model"
             )
         for name, held in spans.items():
@@ -276,22 +278,22 @@ def check_complete(units: Sequence[Unit], engines: Sequence[Sequence[Iterable[Bo
                 held_of[key] = sum(box.num_elements for box in boxes)
             if held_of[key] < math.prod(shape):
                 raise WeightError(
-                    f"{name}: the ranks of engine {number} need {held_of[key]} elements of it, but its shape "
+                    f"{name}: the ranks of engine {url} need {held_of[key]} elements of it, but its shape "
                     f"in the trainer is {shape}; trainer and engine must have the same model"
                 )
 
 
 def _distinct(
-    engines: Sequence[Sequence[Iterable[BoxGroup]]],
-) -> Iterator[tuple[int, list[BoxGroup]]]:
-    """Yield number and groups of each engine that needs something else than those before it."""
+    engines: Mapping[str, Sequence[Iterable[BoxGroup]]],
+) -> Iterator[tuple[str, list[BoxGroup]]]:
+    """Yield URL and groups of each engine that needs something else than those before it."""
     known: set[tuple[BoxGroup, ...]] = set()
-    for number, ranks in enumerate(engines):
+    for url, ranks in engines.items():
         groups = list(itertools.chain.from_iterable(ranks))
         key = tuple(groups)
         if key not in known:
             known.add(key)
-            yield number, groups
+            yield url, groups
 
 
 Ranks = tuple[int, ...]

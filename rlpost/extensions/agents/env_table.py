@@ -109,5 +109,5 @@ class EnvConfig(Group):
     def functions(self) -> dict[str, str]:
         """See ``Group``: classes of users. Raises ConfigError for a word that names none."""
         return {
-            f"--env {env.target}": env.target for env in parse_envs(self.env) if env.kind == "own"
+            f"--env {env.label}": env.target for env in parse_envs(self.env) if env.kind == "own"
         }

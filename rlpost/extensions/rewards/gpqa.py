@@ -9,7 +9,7 @@ The chosen letter is the last one of the first of these kinds that occurs:
     1. named as the answer: ``The answer is C``, ``Answer: (C)``, ``\boxed{C}``
     2. called correct: ``C is correct``
     3. named as an option or choice: ``option C``
-    4. a single capital letter, except the words I and A
+    4. a single capital letter, except the words I and, at the start of a sentence, A
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _CALLED_CORRECT = re.compile(
 )
 _OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
 _BEHIND_A_CHOICE = (
-    "and|as|because|can|does|fits|follows|has|holds|is|matches|must|or|seems|should|since|was|wins|"
-    "works|would"
+    r"(?:and|as|because|can|does|has|is|must|or|should|since|then|was|would|[a-z]+(?<![aisu])s)\b"
 )
-_ARTICLE = rf"A\s(?!(?:{_BEHIND_A_CHOICE})\b)[a-z]"
+"""What a sentence goes on with behind a choice and not behind an article: also verbs such as ``gives``."""
+_ARTICLE = rf"(?:^|(?<=[.!?\n] )|(?<=\n))A (?!{_BEHIND_A_CHOICE})[a-z]"
+"""``A short check`` at the start of a sentence."""
 _ALONE = re.compile(rf"\b(?!I['\u2019 ][a-z])(?!{_ARTICLE})([A-Z])\b")
 
 _LETTERS = re.compile("[A-Z]")

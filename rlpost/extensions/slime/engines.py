@@ -76,6 +76,7 @@ class Engines:
     prompt: Prompt
     index: int
     address: str = ""  # the URL that the function has in ``args``
+    seed: int = 0  # of requests; see ``SamplingParams``
     written: list[EngineOutput] = field(default_factory=list)
     conversation: object = field(default_factory=object)
     was_halted: bool = False
@@ -98,7 +99,7 @@ class Engines:
             ConfigError: the payload has an unsupported field.
             RolloutError: the request failed after all retries.
         """
-        params = request_params(payload)
+        params = replace(request_params(payload), seed=self.seed)
         form = self.connection.routes if payload.get("return_routed_experts") else None
         if form is None and payload.get("return_routed_experts"):
             raise ConfigError(

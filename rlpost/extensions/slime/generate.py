@@ -72,7 +72,9 @@ class SlimeGenerate:
         tokenizer = load_tokenizer(self._args.hf_checkpoint)
         for _ in range(MAX_ABORTED):
             address = http_url(self._args.sglang_router_ip, self._args.sglang_router_port)
-            engines = Engines(builder.connection, tokenizer, prompt, builder.index, address)
+            engines = Engines(
+                builder.connection, tokenizer, prompt, builder.index, address, sampling.seed
+            )
             samples = await self._samples(engines, sampling_fields(sampling))
             is_aborted = any(
                 sample.status.value == Sample.Status.ABORTED.value for sample in samples

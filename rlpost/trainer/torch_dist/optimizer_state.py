@@ -165,7 +165,8 @@ def take_model_weights(optimizer: MegatronOptimizer) -> None:
     for one in inner(optimizer):
         if isinstance(one.optimizer, HybridDeviceOptimizer):
             for weight, main in one.optimizer.gpu_params_map_cpu_copy.items():
-                main.data.copy_(weight.data)
+                if weight.dtype == torch.float32:
+                    main.data.copy_(weight.data)
 
 
 def give_float32_weights(optimizer: MegatronOptimizer) -> None:

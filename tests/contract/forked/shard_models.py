@@ -241,7 +241,7 @@ def problem_of(recorded: dict[str, Any], types: dict[str, tuple[tuple[int, ...],
     """Return why the answer of an engine with one rank is refused; empty if it is not."""
     units = [Unit(0, (SentTensor(name, *about),)) for name, about in types.items()]
     try:
-        check_complete(units, [[boxes_of(recorded, list(types))]])
+        check_complete(units, {"here": [boxes_of(recorded, list(types))]})
     except WeightError as error:
         return str(error)
     return ""

@@ -60,6 +60,8 @@ def test_an_engine_that_answers_otherwise_than_the_policy_is_refused(name: str) 
             pass_problems(config(sglang={} if value is None else {f"sglang_{name}": value})) == []
         )
     assert pass_problems(config(sglang={f"sglang_{name}": other}, grpo=SFT)) == []
+    for mode in ("debug_rollout_only", "debug_train_only"):
+        assert pass_problems(config(sglang={f"sglang_{name}": other}, debug={mode: True})) == []
 
 
 def test_dropout_of_adapters_is_for_sft() -> None:

@@ -95,7 +95,7 @@ def test_a_file_that_is_replaced_at_another_place_is_named(tmp_path: Path, name:
 
     lines = changes(at("here"), at("moved")).mathematics
     named = [line for line in lines if line.startswith("content of ")]
-    assert len(named) == bool(name) * (NAMED_BY.get(name) != "--env"), named
+    assert len(named) == bool(name), named
 
 
 def test_the_code_of_an_extension_of_another_package_is_named(tmp_path: Path, monkeypatch) -> None:

@@ -199,7 +199,7 @@ def test_an_engine_that_loads_nothing_of_a_tensor_is_refused_before_the_first_by
     actors = Joining(tmp_path / "STOP")
     one = coordinator(actors, tmp_path / "weights", engines=engines, **settings)
     monkeypatch.setattr(Engine, "skipped", {"v"})
-    with pytest.raises(WeightError, match=r"^v: the ranks of engine 0 load nothing of it"):
+    with pytest.raises(WeightError, match=r"^v: the ranks of engine \S+ load nothing of it"):
         asyncio.run(updated(one, 7))
     assert actors.moved == [] and Engine.log == ["record"]
     assert list((tmp_path / "slices").iterdir()) == []

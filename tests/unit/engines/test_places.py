@@ -216,7 +216,7 @@ async def test_requests_that_an_engine_still_holds_after_it_left_are_given_up(
     places.set_joined([])
     if comes_back:  # readmitted with new weights, while the request waits in its server
         places.set_joined([FLEET])
-    await asyncio.sleep(0.15)
+    await asyncio.wait([held], timeout=0.15 if comes_back else 30)
     assert held.done() != comes_back
     release.set()
     (end,) = await asyncio.gather(held, return_exceptions=True)

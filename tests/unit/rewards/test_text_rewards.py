@@ -59,6 +59,22 @@ def test_the_chosen_letter_or_text(
     assert gpqa(response, label, metadata) == reward
 
 
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "I choose {} with confidence",
+        "Comparing all of them, {} gives the greatest yield.",
+        "I compared all. {} gives the greatest yield.",
+        "So {} then.",
+        "{} then.",
+        "Out of these, {} makes most sense",
+    ],
+)
+def test_no_letter_is_harder_to_choose_than_another(sentence: str) -> None:
+    chosen = [gpqa(sentence.format(letter), letter, {}) for letter in "ABCD"]
+    assert chosen == [1.0] * 4
+
+
 def test_choices_that_are_not_a_list_are_refused() -> None:
     with pytest.raises(DataError, match="'choices' in the metadata is 4; it must be a list"):
         gpqa("Answer: C", "C", {"choices": 4})

@@ -252,11 +252,12 @@ def test_equal_engines_are_checked_once_and_a_wrong_one_is_named(monkeypatch):
             return super().__iter__()
 
     monkeypatch.setattr(shard_plan, "disjoint", lambda boxes: Counted(disjoint(boxes)))
-    assert [number for number, _ in shard_plan._distinct([halves] * 5)] == [0]
-    check_complete([Unit(0, (TENSOR,))], [halves] * 5)
+    equal = dict.fromkeys("abcde", halves)
+    assert [url for url, _ in shard_plan._distinct(equal)] == ["a"]
+    check_complete([Unit(0, (TENSOR,))], equal)
     assert visited == [2]
-    with pytest.raises(WeightError, match=r"w: the ranks of engine 3 need 12 elements"):
-        check_complete([Unit(0, (TENSOR,))], [*[halves] * 3, halves[:1], halves])
+    with pytest.raises(WeightError, match=r"w: the ranks of engine d need 12 elements"):
+        check_complete([Unit(0, (TENSOR,))], equal | {"d": halves[:1]})
 
 
 def experts(num_layers: int) -> tuple[list[Unit], list[list[BoxGroup]], list[list[BoxGroup]]]:

@@ -179,7 +179,9 @@ class Requests(Connection):
 
     is_evaluation = False
 
-    async def _try(self, place: Place, body: bytes, watch: object) -> Answer | Failure:
+    async def _try(
+        self, place: Place, body: bytes, num_input: int, watch: object
+    ) -> Answer | Failure:
         (number,) = orjson.loads(body)["input_ids"]
         return await World.current.answer(place.url, number, is_evaluation=self.is_evaluation)
 
