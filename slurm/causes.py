@@ -256,6 +256,11 @@ _LASTING = (
         "create it in the image, or let the runtime do so (ch-run --write)",
     ),
     Sign(
+        r"can't mkdir: (/[^\s:]*): File exists",
+        "two nodes made the mount target {} in the same image at once",
+        "make a target for the shared file system in the image and mount it first, such as --bind=/shared",
+    ),
+    Sign(
         r"(?:can't stat: |could not open image )(\S+): ",
         "the image {} does not exist or is damaged",
         "correct --container-image, which must be visible on every node",

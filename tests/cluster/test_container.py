@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -355,8 +356,11 @@ COMMANDS = {
 }
 
 
-def charliecloud_image(site: Site) -> Path:
-    """A folder that lacks its programs, which are the node's, and the shared folder."""
+def charliecloud_image(site: Site, targets: Sequence[Path]) -> Path:
+    """A folder that lacks its programs, which are the node's.
+
+    It has the mount targets: of two nodes whose ch-run makes them at once, one fails.
+    """
     image = site.lab.shared / "image"
     for name in ("ch", "dev", "etc", "home", "proc", "sys", "tmp", "usr"):
         (image / name).mkdir(parents=True)
@@ -364,6 +368,8 @@ def charliecloud_image(site: Site) -> Path:
         (image / "etc" / name).touch()
     for name in ("bin", "lib", "lib64", "sbin"):
         (image / name).symlink_to(f"usr/{name}")
+    for target in targets:
+        (image / target.relative_to("/")).mkdir(parents=True)
     variables = {"IMAGE": "yes", "MARK": "the image's", "PYTHONPATH": "/image", "RLPOST_HOME": "/"}
     lines = (f"{name}={value}\n" for name, value in variables.items())
     (image / "ch/environment").write_text("".join(lines))
@@ -380,16 +386,15 @@ def test_a_runtime_that_is_a_prefix_runs_is_entered_and_passes_signals_on(
     if program == "ch-run" and shutil.which("ch-run") is None:
         pytest.skip("no ch-run on this machine; apt-get install charliecloud")
     is_real = program == "ch-run"
-    image = charliecloud_image(site) if is_real else site.image
-    inside = site.lab.shared / "inside"
+    inside, folder = site.lab.shared / "inside", site.lab.shared / f"run-{program}"
+    image = charliecloud_image(site, [inside, folder, site.home]) if is_real else site.image
     mount = f"{site.data}:{inside}" + ("" if is_real else ":ro")
     container = Container("command", str(image), (mount,), command=COMMANDS[program])
     spec = site.spec(container, "wait-once")
     if is_real:  # it has no read-only mounts
         spec = replace(spec, setup_commands=(f"cat {inside}/weights", f"! test -e {site.data}"))
-    environ = {**site.environ(NODES_OWN), "RLPOST_RUN_FOLDER": f"{site.lab.shared}/run-{program}"}
+    environ = {**site.environ(NODES_OWN), "RLPOST_RUN_FOLDER": str(folder)}
     job = sbatch(site.lab, f"{program}.sbatch", render_sbatch(spec), env=environ)
-    folder = Path(environ["RLPOST_RUN_FOLDER"])
     agents = folder / "attempts/0"
     until(lambda: len(list(agents.glob("argv-*.json"))) == 2, site.lab, "both agents run")
     cluster = {"container": "command", "container_image": str(image)}

@@ -122,6 +122,7 @@ CH_RUN = "ch-run[11292]: error: "  # of Charliecloud 0.31
 CH_NO_IMAGE = CH_RUN + "can't stat: /images/rl: No such file or directory (ch_core.c:255 2)\n"
 CH_NO_SOURCE = CH_RUN + "can't bind: source not found: /nowhere (ch_core.c:104)\n"
 CH_NO_TARGET = CH_RUN + "can't mkdir: /images/rl/data: Read-only file system (ch_misc.c:409 30)\n"
+CH_MADE_TWICE = CH_RUN + "can't mkdir: /images/rl/data: File exists (ch_misc.c:409 17)\n"
 CH_NO_PASSWD = CH_RUN + "can't bind: destination not found: /images/rl/etc/passwd (ch_core.c:111)\n"
 CH_NO_SHELL = CH_RUN + "can't execve(2): sh: No such file or directory (ch_core.c:410 2)\n"
 CH_NAMESPACES = (
@@ -235,6 +236,7 @@ def both(words: str, how: str = EXIT_1) -> Finding:
         (CH_NO_IMAGE, "the image /images/rl does not exist", "--container-image"),
         (CH_NO_SOURCE, "the mount source /nowhere does not exist", "--container-mounts"),
         (CH_NO_TARGET, "mount target /images/rl/data does not exist", "--write"),
+        (CH_MADE_TWICE, "two nodes made the mount target /images/rl/data", "--bind=/shared"),
         (CH_NO_PASSWD, "mount target /images/rl/etc/passwd does not exist", "--write"),
         (CH_NO_SHELL, "the container has no program sh", "/bin/sh"),
         (CH_NAMESPACES, "cannot create namespaces (can't init user+mount", "max_user_namespaces"),
