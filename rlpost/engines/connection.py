@@ -119,21 +119,6 @@ class Watch:
     add: Callable[[Answer], None]
 
 
-def check_read(answer: Answer, num_sent: int) -> None:
-    """Check that an engine read as many tokens as were sent; one that was aborted before says 0.
-
-    Raises:
-        RolloutError: the answer is to another prompt.
-    """
-    num_read = answer.meta_info.get("prompt_tokens")
-    if answer.token_ids and num_read not in (None, num_sent):
-        raise RolloutError(
-            f"an engine read {num_read} tokens of a prompt that has {num_sent} with its images, so its answer is to "
-            "another prompt; start engines without --allow-auto-truncate, and with the model folder and image "
-            "processor of the trainer"
-        )
-
-
 class Connection:
     """A session of requests; an asynchronous context manager."""
 
@@ -333,7 +318,7 @@ class Connection:
                     return await self._read_stream(response, num_input, watch)
                 if response.status == 200:
                     answer = await self._parse(parse, await response.read(), self.routes)
-                    check_read(answer, num_input)
+                    self._check_read(answer, num_input)
                     return answer
                 text = await response.text()
                 return Failure(
@@ -354,6 +339,23 @@ class Connection:
                 raise RolloutError(f"engine {place.url}: {error}") from error
             return Failure(str(error), is_fault=True)
 
+    def _check_read(self, answer: Answer, num_sent: int) -> None:
+        """Check that an engine read as many tokens as were sent.
+
+        Only engines that read images have to say it: SGLang always does.
+
+        Raises:
+            RolloutError: the answer is to another prompt.
+        """
+        unsaid = num_sent if self.images is None else None
+        num_read = answer.meta_info.get("prompt_tokens", unsaid)
+        if answer.token_ids and num_read != num_sent:
+            raise RolloutError(
+                f"an engine read {num_read} tokens of a prompt that has {num_sent} with its images, so its answer is "
+                "to another prompt; start engines without --allow-auto-truncate, and with the model folder and "
+                "image processor of the trainer"
+            )
+
     async def _parse(self, parse: Callable[..., Answer], *arguments: object) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, parse, *arguments)
 
@@ -365,7 +367,7 @@ class Connection:
         watch.begin()
         async for event in events(response.content.iter_any()):
             new = await self._parse(streamed.add, event)
-            check_read(new, num_input)
+            self._check_read(new, num_input)
             if new.token_ids:
                 watch.add(new)
         return streamed.whole()

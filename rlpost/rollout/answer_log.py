@@ -99,8 +99,8 @@ class AnswerLog:
 
         A deterministic engine (0.5.21: ``sampling_batch_info.py``) draws by the seed and the position
         of a token alone, and takes 42 for a request without a seed: all answers to a prompt would be
-        the same. Requests that are replayed count, so the next one has the same seed as without a
-        crash, unless a response in progress was recorded: its rest is a request of its own.
+        the same. Replayed requests count, so the next one has the same seed as without a crash, except
+        after a response that was recorded in progress: what continues it is one more request.
         """
         self._num_requests += 1
         text = f"{base} {self._prompt.prompt_id} {self.index} {self._num_requests}"

@@ -62,10 +62,11 @@ def pass_problems(config: Config) -> list[str]:
                 f"{flag(name)} {value_text(value)} with {loss}, which compares the log-probs of several passes: "
                 f"{reason}; leave it out"
             )
-    trains = not (config.debug.debug_rollout_only or config.debug.debug_eval_only)
+    debug = config.debug
+    trains_on_answers = config.generates and not (debug.debug_rollout_only or debug.debug_eval_only)
     for name, (allowed, reason) in SAMPLES.items():
         value = config.sglang.server_args.get(name, allowed)
-        if value != allowed and trains and config.generates:
+        if value != allowed and trains_on_answers:
             problems.append(
                 f"{flag(f'sglang_{name}')} {value_text(value)} with {loss}: {reason}; leave it out"
             )

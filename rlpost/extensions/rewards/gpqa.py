@@ -44,7 +44,7 @@ _OPTION = re.compile(rf"\b(?i:option|choice){_IS}{_BEHIND}")
 _BEHIND_A_CHOICE = (
     r"(?:and|as|because|can|does|has|is|must|or|should|since|then|was|would|[a-z]+(?<![aisu])s)\b"
 )
-"""What a sentence goes on with behind a choice and not behind an article: also verbs such as ``gives``."""
+"""Words that follow a chosen letter but no article, verbs such as ``gives`` among them."""
 _ARTICLE = rf"(?:^|(?<=[.!?\n] )|(?<=\n))A (?!{_BEHIND_A_CHOICE})[a-z]"
 """``A short check`` at the start of a sentence."""
 _ALONE = re.compile(rf"\b(?!I['\u2019 ][a-z])(?!{_ARTICLE})([A-Z])\b")

@@ -195,12 +195,12 @@ def test_a_request_that_waits_for_a_place_holds_no_image(images, prompt):
 
 
 def test_text_has_no_field_of_images(images):
-    engine = FakeEngine(answer=counted(None))
+    engine = FakeEngine(answer=lambda _: generated([30, 31], text="a"))
     write(engine, images, Prompt(3, "text", [20, 21]))
     assert "image_data" not in engine.bodies[0]
 
 
-@pytest.mark.parametrize("num_read", [4, 24])
+@pytest.mark.parametrize("num_read", [4, 24, None])
 def test_an_engine_that_reads_other_tokens_is_an_error(images, prompt, num_read):
     with pytest.raises(
         RolloutError, match=f"an engine read {num_read} tokens of a prompt that has 15 "
