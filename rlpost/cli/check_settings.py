@@ -57,6 +57,7 @@ from rlpost.config.checks.rollout import (
     eval_problems,
     rollout_problems,
     sampling_note,
+    staleness_note,
 )
 from rlpost.config.checks.routing import routing_model_problems, routing_problems
 from rlpost.config.eval_sets import eval_sets, set_settings
@@ -183,9 +184,11 @@ def notes(config: Config) -> list[str]:
     Without the model's config.json, as in a dry run, the notes that depend on it are left out.
     """
     path = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    data = [*no_effect_notes(config), *data_notes(config), *group_checks.key_notes(config)]
+    settings = [*no_effect_notes(config), *data_notes(config), *group_checks.key_notes(config)]
+    single = (sampling_note(config), staleness_note(config), interpreter_note(config))
+    settings += [note for note in single if note is not None]
     if not path.is_file():
-        return [*data, *(note for note in (interpreter_note(config),) if note is not None)]
+        return settings
     hf = read_config(path.parent)
     try:
         shape = hf_shape(hf)
@@ -193,12 +196,10 @@ def notes(config: Config) -> list[str]:
         shape = None  # a plugin's model family
     note_lines = (
         *extensions.notes(config, hf),
-        sampling_note(config),
-        interpreter_note(config),
         cold_start_note(config, shape),
         *context_notes(config, hf),
     )
-    return [*data, *(note for note in note_lines if note is not None)]
+    return [*settings, *(note for note in note_lines if note is not None)]
 
 
 def _model_folder_problems(config: Config) -> list[str]:

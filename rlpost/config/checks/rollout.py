@@ -137,6 +137,28 @@ def sampling_note(config: Config) -> str | None:
     )
 
 
+def staleness_note(config: Config) -> str | None:
+    """Training on tokens of older weights without a ratio that corrects for them."""
+    grpo, rollout = config.grpo, config.rollout
+    is_corrected = grpo.use_tis or grpo.use_rollout_logprobs or grpo.keep_old_actor
+    if grpo.loss_type != "policy_loss" or is_corrected:
+        return None
+    causes = {
+        "rollout_mode": rollout.rollout_mode != "sync",
+        "update_weights_interval": rollout.update_weights_interval > 1,
+        "partial_rollout": (
+            rollout.partial_rollout and not rollout.mask_offpolicy_in_partial_rollout
+        ),
+    }
+    cause = next((spelled(config, key) for key, is_set in causes.items() if is_set), None)
+    if cause is None:
+        return None
+    return (
+        f"{cause}: engines generate with older weights than those that are trained, and the loss "
+        "does not weigh the difference; add --use-tis true or --use-rollout-logprobs true"
+    )
+
+
 def _mask_problems(config: Config) -> list[str]:
     """Problems of --use-rollout-sampling-mask."""
     if not config.grpo.use_rollout_sampling_mask:

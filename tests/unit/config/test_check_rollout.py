@@ -17,6 +17,7 @@ from rlpost.config.checks.rollout import (
     eval_problems,
     rollout_problems,
     sampling_note,
+    staleness_note,
 )
 from rlpost.config.eval_sets import EvalSet, eval_sets, set_settings
 from rlpost.config.groups.eval import EvalConfig
@@ -280,3 +281,33 @@ def test_truncated_sampling_without_its_mask_is_warned_of(rollout, grpo, flag):
     note = sampling_note(config(rollout=rollout, grpo=grpo))
     assert note is None if flag is None else note.startswith(flag)
     assert note is None or "add --use-rollout-sampling-mask" in note
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cause"),
+    [
+        ({}, None),
+        ({"rollout_mode": "one_step_off"}, "--rollout-mode one_step_off"),
+        ({"rollout_mode": "fully_async"}, "--rollout-mode fully_async"),
+        ({"update_weights_interval": 2}, "--update-weights-interval 2"),
+        ({"partial_rollout": True}, "--partial-rollout true"),
+        ({"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}, None),
+    ],
+)
+def test_tokens_of_older_weights_without_a_ratio_are_warned_of(rollout, cause):
+    note = staleness_note(config(rollout=rollout))
+    assert note is None if cause is None else note.startswith(f"{cause}: ")
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [
+        {"use_tis": True},
+        {"use_rollout_logprobs": True},
+        {"keep_old_actor": True},
+        {"loss_type": "sft_loss"},
+        {"loss_type": "custom_loss"},
+    ],
+)
+def test_a_ratio_or_another_loss_answers_for_older_weights(grpo):
+    assert staleness_note(config(rollout={"rollout_mode": "fully_async"}, grpo=grpo)) is None
