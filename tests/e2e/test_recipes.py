@@ -62,14 +62,20 @@ def test_recipes_train_and_generate_in_fp8_and_ask_a_judge_and_a_teacher(home: P
         assert line["train/opd_reverse_kl"] != 0
 
 
-def test_glm45_trains_a_pipeline_with_filtered_groups_and_replayed_routes(home: Path) -> None:
+@pytest.mark.parametrize(
+    "transport", ["memory", pytest.param("slices", marks=pytest.mark.on_demand)]
+)
+def test_glm45_trains_a_pipeline_with_filtered_groups_and_replayed_routes(
+    transport: str, tmp_path: Path
+) -> None:
     """TP 2, PP 2, EP 2, and engines of two ranks. Twice as many prompts are in flight as a step
     trains; the others are trained by the next step, one version later. Four optimizer steps a
     rollout, asynchronous saves, a trained layer for multi-token prediction, and routing replay.
     """
-    make_models(home, ["glm45_355b"], LARGE_RANKS)
+    make_models(tmp_path, ["glm45_355b"], LARGE_RANKS)
     flags = ("--use-rollout-routing-replay", "--enable-mtp-training")
-    run = run_scaled(home, "glm45_355b", LARGE_RANKS, *flags)
+    sent = ("--update-weight-transport", transport)
+    run = run_scaled(tmp_path, "glm45_355b", LARGE_RANKS, *flags, *sent)
     config = run.config
     assert_two_steps_are_trained(run, last_differs=1e-2)
     perf = config.perf
