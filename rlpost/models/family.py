@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rlpost.errors import WeightError
 from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import MTP_LAYER, Rule
 from rlpost.models.rope import axis_sections
@@ -156,10 +157,13 @@ class Family:
     def resolved(self, hf: HfConfig) -> dict[str, Any]:
         """Return config.json with the values of keys that it leaves out or sets to null.
 
-        A null for ``head_dim`` or ``num_key_value_heads`` means another size.
+        A null for ``head_dim`` or ``num_key_value_heads`` means another size, and false for what is
+        true by default.
         """
         given = {key: hf[key] for key in hf if hf[key] is not None or key == "head_dim"}
         found = {**hf, **self.defaults, **given}
+        nulls = {key for key in hf if hf[key] is None}
+        found |= {key: False for key in nulls if self.defaults.get(key) is True}
         if "num_key_value_heads" in hf and hf["num_key_value_heads"] is None:
             found["num_key_value_heads"] = hf["num_attention_heads"]
         return found
@@ -174,11 +178,18 @@ def window_fields(hf: HfConfig, layer_types: Sequence[str]) -> dict[str, object]
     """TransformerConfig fields of the layers with a sliding window; empty if no layer has one.
 
     In Megatron's window the first number does not count the query itself.
+
+    Raises:
+        WeightError: the window has no token.
     """
     windowed = [int(kind == "sliding_attention") for kind in layer_types]
     if not any(windowed):
         return {}
-    return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": windowed}
+    if (window := hf["sliding_window"]) < 1:
+        raise WeightError(
+            f"sliding_window = {window} must be positive; use a checkpoint in which it is"
+        )
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": windowed}
 
 
 def expert_fields(

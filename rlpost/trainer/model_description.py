@@ -239,9 +239,12 @@ def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
         if problem := tied_problem(content):
             raise WeightError(problem)
         refused = {key: hf.get(key) for key in description.family.refused}
+        if problem := architecture.size_problem(description.hf_config):
+            raise WeightError(problem)
         if problem := architecture.routing_problem(description.fields):
             raise WeightError(problem)
-        present = description.hf_config.keys() | description.rope.keys()
+        given = {key for key, value in description.hf_config.items() if value is not None}
+        present = given | description.rope.keys()
         if "moe_intermediate_size" in present:
             present.add("intermediate_size")  # a model whose layers are all sparse has no such key
         missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in present]

@@ -37,6 +37,7 @@ RARELY_ABSENT = (
 )  # fmt: skip
 """Keys that a configuration may leave out; the classes have no useful default for other sizes."""
 SEQUENCES = 2
+LIMIT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Compared:
     refusal: str | None = None
     differences: tuple[str, ...] = ()
     """What ``rlpost check`` would say of trainer and engines; it must agree with the logits."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it was computed, and differs."""
+        return self.refusal is None and (not self.difference < LIMIT or bool(self.differences))
 
 
 class Chooser:
@@ -390,9 +396,12 @@ def theirs(folder: Path, hf: dict[str, Any], samples: Sequence[TrainSample]) -> 
             found = [model(row, use_cache=False).logits[0] for row in rows]
     except Exception:  # whatever a class of transformers or a layer says about values of no model
         return None
+    logits = torch.cat(found)
+    if not logits.isfinite().all():
+        return None
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(hf))
-    return torch.cat(found)
+    return logits
 
 
 def ours(actor: Any, folder: Path, samples: Sequence[TrainSample]) -> torch.Tensor:
@@ -436,7 +445,7 @@ def check_differences(folder: Path) -> list[str]:
 
 def compare(actor: Any, seeds: Sequence[int], folder: str) -> list[Compared]:
     """Compare the configurations of ``seeds`` on a rank; those that are of no model are left out."""
-    made = [_compare(actor, odd_config(seed), Path(folder) / str(seed)) for seed in seeds]
+    made = [compare_one(actor, odd_config(seed), Path(folder) / str(seed)) for seed in seeds]
     return [one for one in made if one is not None]
 
 
@@ -447,7 +456,7 @@ def compare_uploads(actor: Any, folder: str) -> dict[tuple[str, str], Compared |
         base = published_config(kind)
         for form, changed in UPLOADS.items():
             hf = changed(copy.deepcopy(base))
-            found[kind, form] = _compare(actor, hf, Path(folder) / f"{kind}-{form}")
+            found[kind, form] = compare_one(actor, hf, Path(folder) / f"{kind}-{form}")
     return found
 
 
@@ -490,7 +499,7 @@ UPLOADS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 """Forms of config.json that uploads have."""
 
 
-def _compare(actor: Any, hf: dict[str, Any], path: Path) -> Compared | None:
+def compare_one(actor: Any, hf: dict[str, Any], path: Path) -> Compared | None:
     """Compare one configuration in a new folder; None if it is of no model."""
     path.mkdir()
     samples = samples_of(hf)

@@ -19,6 +19,12 @@ from rlpost.models.rope import FULL, local_rope, rope, rope_type
 SCORES_OF_A_GROUP = 2
 """Experts whose scores rank a group (arXiv 2412.19437, section 2.1.2)."""
 
+POSITIVE = (
+    "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "rope_theta", "partial_rotary_factor"
+)  # fmt: skip
+"""Keys of config.json whose values are positive in every model."""
+
 
 def head_dim(hf: HfConfig) -> int:
     """Return the width of an attention head; in latent attention of its part without position."""
@@ -29,21 +35,38 @@ def head_dim(hf: HfConfig) -> int:
 
 def dense_ffn(hf: HfConfig) -> int:
     """Return the intermediate size of a dense layer; of an expert if the model has no such key."""
-    key = "intermediate_size" if "intermediate_size" in hf else "moe_intermediate_size"
-    return int(hf[key])
+    size = hf.get("intermediate_size")
+    return int(hf["moe_intermediate_size"] if size is None else size)
 
 
 def rotary_percent(hf: HfConfig) -> float:
     """Return the fraction of each head that is rotated."""
-    if "rotary_dim" in hf:
+    if hf.get("rotary_dim") is not None:
         return float(hf["rotary_dim"] / head_dim(hf))
     return rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
 
 
+def size_problem(hf: HfConfig) -> str | None:
+    """Return which size or factor is not positive; None if all are that are given."""
+    options: Mapping[str, object] = rope(hf)
+    for key in POSITIVE:
+        value = options.get(key, hf.get(key))
+        if isinstance(value, int | float) and value <= 0:
+            return f"{key} = {value!r} must be positive; use a checkpoint in which it is"
+    return None
+
+
 def rotary_problem(hf: HfConfig) -> str | None:
-    """Return why the rotated part of a head is not made of pairs; None if it is."""
+    """Return why the rotated part of a head is not made of pairs, or not known; None if it is."""
     percent, width = rotary_percent(hf), head_dim(hf)
-    if "kv_lora_rank" in hf or not (rotated := int(width * percent)) % 2:
+    rotated = int(width * percent)
+    stated = rope(hf).get("partial_rotary_factor")
+    if hf.get("rotary_dim") is not None and stated and int(width * stated) != rotated:
+        return (
+            f"rotary_dim = {rotated} and partial_rotary_factor = {stated:g} of head_dim = {width} contradict each "
+            "other: engines read the first, transformers reads the second; correct one of them"
+        )
+    if "kv_lora_rank" in hf or not rotated % 2:
         return None
     return (
         f"partial_rotary_factor = {percent:g} of head_dim = {width} rotates {rotated} dimensions, which are not "

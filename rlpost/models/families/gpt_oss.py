@@ -6,6 +6,7 @@ in bfloat16 or MXFP4.
 
 from __future__ import annotations
 
+from rlpost.errors import WeightError
 from rlpost.models import names
 from rlpost.models.family import Family, expert_fields, window_fields
 from rlpost.models.model_types import HfConfig
@@ -14,7 +15,7 @@ from rlpost.models.names import in_layer
 SWIGLU_LIMIT = 7.0
 """Bound of the gate from above, and of the other half on both sides.
 
-config.json may repeat it as ``swiglu_limit``.
+config.json may repeat it as ``swiglu_limit``; transformers computes with 7 in any case.
 """
 
 
@@ -33,12 +34,19 @@ def _fields(hf: HfConfig) -> dict[str, object]:
     """Each layer is sparse. The router takes the softmax of the selected scores.
 
     An expert computes ``(up + 1) gate sigmoid(1.702 gate)`` of clamped halves.
+
+    Raises:
+        WeightError: config.json says another bound, which engines use and transformers does not.
     """
+    if (limit := hf.get("swiglu_limit", SWIGLU_LIMIT)) != SWIGLU_LIMIT:
+        raise WeightError(
+            f"swiglu_limit = {limit!r} is not supported; use a checkpoint with swiglu_limit = {SWIGLU_LIMIT}"
+        )
     return {
         "add_bias_linear": True,
         "add_qkv_bias": True,
         "activation_func": "quick_gelu",
-        "activation_func_clamp_value": hf.get("swiglu_limit", SWIGLU_LIMIT),
+        "activation_func_clamp_value": SWIGLU_LIMIT,
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
         **window_fields(hf, _layer_types(hf)),
