@@ -14,6 +14,7 @@ import logging
 import math
 import operator
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,6 +51,25 @@ must be unique, because Ray releases the name of a worker only when it has ended
 """
 CALLS_AT_ONCE = 64
 """Calls submitted before yielding to the event loop; one takes about 0.1 ms."""
+_NO_MEMORY = re.compile(r"Memory on the node .*? was (\S+) used / (\S+) limit")
+_PROCESS = re.compile(r"^(\d+)\s+([\d.]+)\s+(\S.*)$", re.MULTILINE)
+"""A row of Ray's table of the largest processes: pid, GB and command."""
+NUM_PROCESSES = 3
+
+
+def death_reason(said: str) -> str:
+    """Return what Ray says of the death of a worker, or one line if the node had no memory left.
+
+    Ray says that in fifty lines, of which the end of a log would not have the first.
+    """
+    memory = _NO_MEMORY.search(said)
+    if memory is None:
+        return said
+    largest = [f"{command} (pid {pid}) {size} GB" for pid, size, command in _PROCESS.findall(said)]
+    return (
+        f"the node had no memory left ({memory[1]} of {memory[2]} were used), so Ray killed it; the largest "
+        f"processes: {', '.join(largest[:NUM_PROCESSES])}"
+    )
 
 
 def connect(cluster: Cluster) -> list[Offer]:
@@ -453,7 +473,8 @@ class WorkerGroup:
             raise WorkerFailed(f"{self._names[index]} failed:\n{error}") from None
         except ray.exceptions.RayError as error:
             raise self._died(
-                f"{self._names[index]} died: {error}\n{self._log_tail(index)}", [index]
+                f"{self._names[index]} died: {death_reason(str(error))}\n{self._log_tail(index)}",
+                [index],
             ) from None
 
     def _log_tail(self, index: int) -> str:

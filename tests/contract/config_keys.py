@@ -63,7 +63,7 @@ def changed(hf: Mapping[str, Any], key: Key, value: object) -> dict[str, Any]:
 
 def compare_keys(
     actor: Any, folder: str, *, every: bool, kinds: Sequence[str] = KINDS
-) -> dict[tuple[str, str, object], Compared]:
+) -> dict[tuple[str, str, str], Compared]:
     """Compare one change of each key, or ``every``; those of which transformers has no model are left out.
 
     Without ``every`` a kind and a key have the same change in each run.

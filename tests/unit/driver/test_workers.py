@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.error_lines import error_line
 from common.process_end import ProcessId
 from rlpost.driver import workers
 from rlpost.driver.placement import Slot
@@ -187,6 +188,44 @@ async def test_the_death_of_a_worker_is_raised_as_its_group_wants_it(
     with pytest.raises(died, match=r"actor-1 on 10\.0\.0\.1 died") as raised:
         await actors.call("train_step")
     assert (type(raised.value), raised.value.ranks) == (died, (1,))
+
+
+RAY_WITHOUT_MEMORY = """\
+2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 127.0.0.2, ID: a36a) was \
+22.39GB used / 23.54GB limit
+OOM kill reason: Memory usage 24022159360B exceeded threshold of 24012685312B (95.0% of 25276510208B limit)
+Object store memory usage: [- objects spillable: 0
+Total non-selected idle workers: 0
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+28925\t19.91\tpython train other.py
+8627\t0.30\tray::_Worker
+8754\t0.25\tpython -m rlpost.engines.server
+7509\t0.14\tpython -m resources_servers.mcqa.app
+Refer to the documentation on how to address the out of memory issue"""
+"""Of Ray 2.60, shortened."""
+
+
+async def test_a_worker_that_ray_kills_for_memory_dies_with_the_cause_in_one_line(
+    made: list[Worker], tmp_path: Path
+) -> None:
+    def dies(*_: Any) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.set_exception(workers.ray.exceptions.OutOfMemoryError(RAY_WITHOUT_MEMORY))
+        return answer
+
+    actors = group(tmp_path)
+    made[0].call = SimpleNamespace(remote=dies)
+    with pytest.raises(WorkerDied) as raised:
+        await actors.call("train_step")
+    cause, *rest = str(raised.value).splitlines()
+    assert cause.endswith(
+        "the node had no memory left (22.39GB of 23.54GB were used), so Ray killed it; the largest processes: python "
+        "train other.py (pid 28925) 19.91 GB, ray::_Worker (pid 8627) 0.30 GB, python -m rlpost.engines.server (pid "
+        "8754) 0.25 GB"
+    )
+    log = f"12:00:00.100 INFO up\n12:00:01.000 ERROR {raised.value}"
+    assert error_line(f"the driver ended with exit code 1; its last lines:\n{log}") == cause
+    assert len(rest) <= workers.LOG_TAIL_LINES + 1
 
 
 def test_a_group_uses_standbys_for_their_indices_and_creates_the_others(
