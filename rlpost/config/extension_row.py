@@ -133,8 +133,6 @@ class Extension:
             other jobs (``rlpost.driver.engines.joining``).
         engine_agent: ``(Sequence[str]) -> int``: serve one of these engines, in its job; the words
             and the exit codes are those of ``rlpost.engines.engine_job``.
-        gpu_use: ``(Sequence[Entry]) -> dict[str, JoinedUse]``: GPU time of these engines by group,
-            from the ledger (``rlpost.observe.joined_use``).
         trainer_without_gpus: ``() -> None``, called before Megatron-core is imported in a process that
             trains: makes it usable on a machine without a GPU, and does nothing on one with.
         engine_without_gpus: ``(Mapping[str, Any], int | None) -> dict[str, object]``: prepares the
@@ -169,7 +167,6 @@ class Extension:
     job: str | None = None
     joining_engines: str | None = None
     engine_agent: str | None = None
-    gpu_use: str | None = None
     trainer_without_gpus: str | None = None
     engine_without_gpus: str | None = None
     rehearsal: str | None = None
@@ -250,4 +247,4 @@ class JobPart:
         """Submit jobs that a submitted run may lack; print a line about each, also if it fails."""
 
     def cancel(self, run: RunFolder) -> None:
-        """End the jobs that belong to a cancelled run. Raises JobError."""
+        """Prepare the cancellation of engine jobs, whose arrays the ledger names. Raises OSError."""

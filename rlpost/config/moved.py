@@ -51,8 +51,11 @@ MOVED = {
     "rlpost.driver.fleet": "rlpost.extensions.fleet",
     "rlpost.engines.fleet": "rlpost.extensions.fleet",
     **{
-        f"rlpost.observe.{name}": "rlpost.extensions.fleet.fleet_use"
-        for name in ("fleet_use", "report.fleet_use")
+        f"rlpost.{name}": "rlpost.extensions.watching.joined_use"
+        for name in (
+            *("observe.fleet_use", "observe.report.fleet_use", "observe.joined_use"),
+            "extensions.fleet.fleet_use",
+        )
     },
     **{
         f"rlpost.config.plan.{name}": f"rlpost.extensions.planning.{name}"

@@ -202,7 +202,6 @@ LIGHT = (
     "rlpost/extensions/fleet/fleet_checks",
     "rlpost/extensions/fleet/fleet_jobs",
     "rlpost/extensions/fleet/fleet_table",
-    "rlpost/extensions/fleet/fleet_use",
     "rlpost/extensions/fleet/fleet_verb",
     "rlpost/extensions/fleet/fleet_view",
     "rlpost/extensions/fleet/job_part",

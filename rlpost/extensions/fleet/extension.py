@@ -19,5 +19,4 @@ EXTENSION = Extension(
     job="rlpost.extensions.fleet.job_part:FLEET_JOBS",
     joining_engines="rlpost.extensions.fleet.fleet_sync:fleet_engines",
     engine_agent="rlpost.extensions.fleet.agent:main",
-    gpu_use="rlpost.extensions.fleet.fleet_use:fleet_use",
 )
