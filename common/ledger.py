@@ -50,7 +50,7 @@ import re
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional
 
 from common.files import read_regular
 
@@ -127,16 +127,6 @@ class Ledger:
         with open(self.path, "rb") as file:
             file.seek(start)
             return line in file.read().split(b"\n")
-
-
-def last_served(entries: Sequence[Entry]) -> List[Entry]:
-    """The newest ``fleet`` line of each attempt and group, which replaces those before it."""
-    last = {
-        (str(entry.get("attempt")), entry.get("group")): entry
-        for entry in entries
-        if entry.get("event") == "fleet" and "used" in entry
-    }
-    return list(last.values())
 
 
 def _entry(line: bytes) -> Optional[Dict[str, object]]:

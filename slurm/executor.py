@@ -208,7 +208,7 @@ def _submit_and_record(
             announce=note,
         )
     except UnknownJobError as error:
-        remedy = f"rlpost status {run.root} looks it up; nothing else is submitted until then"
+        remedy = f"the next rlpost command for {run.root} looks it up; nothing else is submitted until then"
         raise UnknownJobError(f"{error}; {remedy}") from error
     except SubmitError as error:
         if intents:

@@ -117,6 +117,7 @@ def requeue_main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{run.root.name}: --requeue never, so {otherwise}")
     ask_to_requeue(job_id)
     print(
-        f"asked {run.root.name} (job {job_id}) to save and requeue; see rlpost logs -f {run.root.name}"
+        f"asked {run.root.name} (job {job_id}) to save and requeue; see "
+        + extensions.command(f"logs -f {run.root.name}")
     )
     return 0

@@ -143,6 +143,17 @@ def verbs(core: Mapping[str, Verb]) -> dict[str, Verb]:
     return _new("verb", core, lambda one: one.verbs)
 
 
+def command(words: str) -> str:
+    """Return ``rlpost WORDS`` for a message; it says so if no extension here has the verb.
+
+    ``words``: a verb that an extension adds, and its arguments.
+    """
+    verb = words.partition(" ")[0]
+    has_verb = any(verb in each.verbs for each in extensions())
+    absent = f" (this installation lacks the extension with {verb})"
+    return f"rlpost {words}{'' if has_verb else absent}"
+
+
 def _new(
     what: str, core: Mapping[str, object], rows_of: Callable[[Extension], Mapping[str, _Row]]
 ) -> dict[str, _Row]:

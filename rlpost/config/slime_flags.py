@@ -24,7 +24,7 @@ _TEACHER = (
     "a teacher runs on engines, not in the trainer: use --opd-teacher-engines, or --opd-teacher-url"
 )
 TEACHER_IN_TRAINER = (
-    f"{_TEACHER}; a torch_dist folder is made one of Hugging Face by `rlpost convert`, and "
+    f"{_TEACHER}; a torch_dist folder is made one of Hugging Face by `rlpost convert`, where installed, and "
     "--rollout-temperature must be 1"
 )
 
@@ -32,7 +32,7 @@ LACKING: dict[str, str] = {
     "allgather-cp": "context parallelism here always balances causal attention over the ranks",
     "balance-by-flops": "use --balance-data, which counts attention as well",
     "check-weight-update-equal": "every engine's version is checked after each update; "
-    "for equal tensors see `rlpost doctor`",
+    "for equal tensors see `rlpost doctor`, where installed",
     "ci-disable-kl-checker": f"{_OF_ITS_TESTS}; here --guard-initial-kl stops a run",
     "ci-load-grad-norm": _OF_ITS_TESTS,
     "ci-save-grad-norm": f"{_OF_ITS_TESTS}; train/grad_norm is in metrics.jsonl",
@@ -84,7 +84,7 @@ LACKING: dict[str, str] = {
     "min-batch-collection-ratio": _SERVICE,
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
     "offload": "use --offload-train --offload-rollout",
-    "opd-teacher-ckpt-step": f"{_TEACHER}; convert its checkpoint first (`rlpost convert`)",
+    "opd-teacher-ckpt-step": f"{_TEACHER}; convert its checkpoint first (`rlpost convert`, where installed)",
     "opd-teacher-load": TEACHER_IN_TRAINER,
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
@@ -196,8 +196,8 @@ DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
 
 REMOVED = {
     "scale-down": (
-        "rlpost rehearse RECIPE runs a step of every rank without GPUs, and rlpost submit tiny trains "
-        "on this machine"
+        "rlpost rehearse RECIPE, where installed, runs a step of every rank without GPUs, and rlpost "
+        "submit tiny trains on this machine"
     ),
     "router-policy": (
         "there is no router: the driver sends each request to the engine that it chooses"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -41,8 +42,8 @@ def extension_of(module: str) -> str | None:
     return names[0] if names else None
 
 
-def texts(path: Path) -> Iterator[str]:
-    """Strings of a file that are not docstrings, with paths written as dotted names."""
+def strings(path: Path) -> Iterator[str]:
+    """Strings of a file that are not docstrings."""
     documentation = {
         node.value
         for body in (getattr(each, "body", None) for each in nodes(path))
@@ -50,12 +51,8 @@ def texts(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Expr)
     }
     for node in nodes(path):
-        if (
-            isinstance(node, ast.Constant)
-            and "rlpost" in str(node.value)
-            and node not in documentation
-        ):
-            yield str(node.value).replace("/", ".")
+        if isinstance(node, ast.Constant) and node not in documentation:
+            yield str(node.value)
 
 
 def named(path: Path) -> set[str]:
@@ -63,9 +60,10 @@ def named(path: Path) -> set[str]:
     of_imports = {extension_of(name) for name in imports(path) if name.startswith("rlpost.")}
     in_texts = {
         name
-        for text in texts(path)
+        for text in strings(path)
+        if "rlpost" in text
         for place, name in OF_EXTENSIONS.items()
-        if f"{place}." in f"{text}."
+        if f"{place}." in f"{text}.".replace("/", ".")
     }
     return {name for name in of_imports | in_texts if name is not None}
 
@@ -78,6 +76,42 @@ def test_the_core_names_no_extension_and_no_extension_names_another() -> None:
         and (others := named(path) - {extension_of(module)})
     }
     assert not wrong
+
+
+NAME_THEMSELVES = ("bootstrap.doctor.node", "bootstrap.image.doctor")
+"""Programs of the core that only the verb of an extension starts."""
+WRITTEN_BY_EXTENSIONS = ("rlpost.observe.metric_names", "bootstrap.preflight.checks")
+"""Metrics, and a check of nodes, that there are only with the extension whose flag they name."""
+
+
+def test_the_core_advises_a_verb_or_flag_of_an_extension_only_where_it_is_installed() -> None:
+    """``extensions.command`` writes a verb, or, where no registry can be asked, "where installed"."""
+    verbs = {verb for row in extensions.extensions() for verb in row.verbs}
+    settings = {name for table in extensions.tables().values() for name in table.model_fields}
+    settings -= {name for table in Tree.model_fields for name in groups()[table].model_fields}
+    flags = {name.replace("_", "-") for name in settings}
+    wrong = {}
+    for path in FILES:
+        module = module_name(path)
+        if extension_of(module) or module in NAME_THEMSELVES:
+            continue
+        for text in strings(path):
+            advised = verbs & set(re.findall(r"\brlpost ([a-z][a-z-]+)", text))
+            if module.startswith(("rlpost", "bootstrap")) and module not in WRITTEN_BY_EXTENSIONS:
+                advised |= flags & set(re.findall(r"--([a-z][a-z-]+)", text))
+            if advised and "where installed" not in text:
+                wrong[module] = advised
+    assert wrong == {}
+
+
+def test_an_absent_verb_of_a_message_says_that_it_is_absent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert extensions.command("fetch RECIPE") == "rlpost fetch RECIPE"
+    monkeypatch.setattr(extensions, "extensions", lambda: ())
+    absent = "rlpost logs RUN --follow (this installation lacks the extension with logs)"
+    assert extensions.command("logs RUN --follow") == absent
+    assert main(["tail"]) == 2 and f"use {absent}" in capsys.readouterr().err
 
 
 def test_a_row_loads_nothing_but_the_registry() -> None:

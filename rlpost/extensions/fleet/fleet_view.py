@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.ledger import Entry, last_served
+from common.fleet_name import last_served
+from common.ledger import Entry
 from rlpost.cli.terminal import aligned
 from rlpost.extensions.fleet.records import EngineRecord, EngineState, Lease, Orders
 from slurm.arrays import job_and_task

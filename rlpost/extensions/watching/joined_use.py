@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.fleet_name import POLICY
-from common.ledger import Entry, last_served
+from common.fleet_name import POLICY, last_served
+from common.ledger import Entry
 
 
 @dataclass(frozen=True, slots=True)
