@@ -286,6 +286,15 @@ def undocumented(path):
     return missing
 
 
+def test_scripts_of_tools_need_nothing_of_the_tests():
+    users = {
+        path.name
+        for path in (ROOT / "tools").rglob("*.py")
+        if any(name.split(".")[0] == "tests" for name in imports(path))
+    }
+    assert users == set(), "a program that needs the tests' parts is one of them"
+
+
 def test_only_the_workers_module_and_the_ray_process_import_ray():
     users = [
         module_name(path)
