@@ -124,6 +124,8 @@ class Extension:
             cannot import the name, on the login node.
         foreign_words: ``(str) -> str | None``: an error for a word that another program's command line
             has, with the flag here; None for a word that it does not know.
+        idle_flags: ``(str) -> str | None``: why a flag of another program, without dashes, has no
+            effect here, so that it is accepted; None for others.
         answers: ``(Config, AnswerParts) -> AnswerSource | None`` (``rlpost.rollout.answer_source``).
         examples: subclass of ``rlpost.tasks.examples.ExampleTokenizer``, for --loss-type sft_loss.
         rewards: rewards by a model, by --rm-type.
@@ -160,6 +162,7 @@ class Extension:
     adapters: str | None = None
     foreign_names: Mapping[str, str] = field(default_factory=dict)
     foreign_words: str | None = None
+    idle_flags: str | None = None
     answers: str | None = None
     examples: str | None = None
     rewards: Mapping[str, NamedReward] = field(default_factory=dict)

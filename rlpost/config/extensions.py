@@ -244,11 +244,21 @@ def why_not_importable(module: str, name: str | None) -> str | None:
 
 def answer_to(word: str) -> str | None:
     """Return an error for a word of another program's command line; None if none knows it."""
+    return _first_answer("foreign_words", word)
+
+
+def without_effect(name: str) -> str | None:
+    """Return why a flag of another program, without dashes, changes nothing here; None for others."""
+    return _first_answer("idle_flags", name)
+
+
+def _first_answer(hook: str, word: str) -> str | None:
     for each in extensions():
-        if each.foreign_words is not None:
-            line: str | None = load(each.foreign_words)(word)
-            if line is not None:
-                return line
+        path = getattr(each, hook)
+        if path is not None:
+            answer: str | None = load(path)(word)
+            if answer is not None:
+                return answer
     return None
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from rlpost.config.extensions import without_effect
 from rlpost.config.megatron_options import OURS, option_names
+from rlpost.config.other_flags import meant
 from rlpost.config.published_flags import (
     ACCEPTED,
     FALSE_OF_FIELD,
@@ -22,7 +24,6 @@ from rlpost.config.published_flags import (
     SPECS_OF_FAMILIES,
 )
 from rlpost.config.server_arg_values import server_arg_table
-from rlpost.config.slime_flags import meant, without_effect
 from rlpost.errors import suggestion
 
 ALIKE = 0.9

@@ -209,6 +209,7 @@ LIGHT = (
     "rlpost/extensions/planning",
     "rlpost/extensions/rehearsal/command",
     "rlpost/extensions/rehearsal/nodes",
+    "rlpost/extensions/slime/flags",
     "rlpost/extensions/slime/names",
     "rlpost/extensions/sweep",
     "rlpost/extensions/tracking",

@@ -201,7 +201,7 @@ def test_every_path_of_a_row_exists() -> None:
                 row.report,
             ),
         )
-        names += filter(None, (row.joining_engines, row.engine_agent))
+        names += filter(None, (row.joining_engines, row.engine_agent, row.idle_flags))
         names += filter(None, (row.trainer_without_gpus, row.engine_without_gpus))
         names += row.public_names.values()
         names += filter(None, (row.notes, row.arithmetic, row.rank_memory, row.examples))

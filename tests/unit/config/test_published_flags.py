@@ -18,8 +18,8 @@ from rlpost.config.published_flags import (
     OTHER_NAME_OF_FIELD,
     REFUSED,
 )
-from rlpost.config.slime_flags import LACKING
 from rlpost.errors import ConfigError
+from rlpost.extensions.slime.flags import LACKING
 from tools.pages.slime_flags import megatron_flags
 
 DATA = Path(__file__).parents[2] / "data" / "slime_scripts.toml"
