@@ -210,6 +210,7 @@ LIGHT = (
     "rlpost/extensions/rehearsal/command",
     "rlpost/extensions/rehearsal/nodes",
     "rlpost/extensions/slime/flags",
+    "rlpost/extensions/slime/megatron_flags",
     "rlpost/extensions/slime/names",
     "rlpost/extensions/sweep",
     "rlpost/extensions/tracking",

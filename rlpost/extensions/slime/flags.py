@@ -1,4 +1,4 @@
-"""Flags of slime that rlpost does not have, and what to use instead. Pure.
+"""Flags of slime and Megatron-LM that rlpost does not have, and what to use instead. Pure.
 
 A sentence that begins with "remove it: " is the reason why the flag has no effect here; a command
 line with it is accepted with that note. All other flags of slime at 624b824 (21 August 2026) are
@@ -9,6 +9,7 @@ list of slime's flags with both.
 from __future__ import annotations
 
 from rlpost.config.other_flags import TEACHER, TEACHER_IN_TRAINER
+from rlpost.extensions.slime.megatron_flags import ACCEPTED, REFUSED
 
 _ALWAYS = "remove it: rlpost always does this"
 _NO_HOOK = "rlpost calls no user code at this point"
@@ -132,12 +133,13 @@ REMOVE = "remove it: "
 def without_effect(name: str) -> str | None:
     """Return why a flag, without dashes, changes nothing here; None for others."""
     text = LACKING.get(name, "")
-    return text.removeprefix(REMOVE) if text.startswith(REMOVE) else None
+    return text.removeprefix(REMOVE) if text.startswith(REMOVE) else ACCEPTED.get(name)
 
 
 def answer_to(word: str) -> str | None:
-    """Return an error for a flag of slime, with what to use instead; None for other words."""
-    text = LACKING.get(word.lstrip("-").replace("_", "-").lower())
-    if text is None:
-        return None
-    return f"{word}: a flag of slime that rlpost does not have; {text}"
+    """Return an error for a flag of one of them, with what to use instead; None for other words."""
+    name = word.lstrip("-").replace("_", "-").lower()
+    for program, table in (("slime", LACKING), ("Megatron-LM", REFUSED)):
+        if name in table:
+            return f"{word}: a flag of {program} that rlpost does not have; {table[name]}"
+    return None
