@@ -117,6 +117,7 @@ class Extension:
             for the bytes of a GPU, with or without the layers of TransformerEngine.
         on_node: ``(Config) -> None`` in the driver before large imports; raises ConfigError.
         public_names: what ``from rlpost import NAME`` gives, by name.
+        moved: modules and names of earlier versions of rlpost -> where the extension has them.
         verbs: verbs of the command line by name.
         adapters: ``() -> None``; registers functions with a foreign interface
             (``rlpost.algorithm.plugin.register``).
@@ -158,6 +159,7 @@ class Extension:
     rank_memory: str | None = None
     on_node: tuple[str, ...] = ()
     public_names: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
     verbs: Mapping[str, Verb] = field(default_factory=dict)
     adapters: str | None = None
     foreign_names: Mapping[str, str] = field(default_factory=dict)

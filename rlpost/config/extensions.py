@@ -28,6 +28,7 @@ from rlpost.config.extension_row import RankEstimate as RankEstimate
 from rlpost.config.extension_row import RankMemory as RankMemory
 from rlpost.config.extension_row import TextReward as TextReward
 from rlpost.config.extension_row import Verb as Verb
+from rlpost.config.moved import MOVED
 from rlpost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,6 +134,11 @@ def public_names(core: Mapping[str, str]) -> dict[str, str]:
     Raises ConfigError for a name that is taken.
     """
     return _new("public name", core, lambda one: one.public_names)
+
+
+def moved() -> dict[str, str]:
+    """Return where modules and names of earlier versions are, in the core and in extensions."""
+    return MOVED | {old: new for each in extensions() for old, new in each.moved.items()}
 
 
 def verbs(core: Mapping[str, Verb]) -> dict[str, Verb]:

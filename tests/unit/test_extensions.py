@@ -21,7 +21,6 @@ from rlpost.config.checks.functions import function_problems, moved_imports
 from rlpost.config.extensions import Extension
 from rlpost.config.flags import groups
 from rlpost.config.load import load
-from rlpost.config.moved import MOVED
 from rlpost.config.tree import Tree
 from rlpost.errors import ConfigError
 from rlpost.observe.reporter import try_to_write_report
@@ -72,7 +71,7 @@ def test_the_core_names_no_extension_and_no_extension_names_another() -> None:
     wrong = {
         module: others
         for path in FILES
-        if (module := module_name(path)) not in ("rlpost.config.extensions", "rlpost.config.moved")
+        if (module := module_name(path)) != "rlpost.config.extensions"
         and (others := named(path) - {extension_of(module)})
     }
     assert not wrong
@@ -117,7 +116,7 @@ def test_an_absent_verb_of_a_message_says_that_it_is_absent(
 def test_a_row_loads_nothing_but_the_registry() -> None:
     """It is read by each process that builds the tree of settings, on login nodes too."""
     light = {"rlpost", "rlpost.config", "rlpost.errors"}
-    light |= {"rlpost.config.extensions", "rlpost.config.extension_row"}
+    light |= {f"rlpost.config.{name}" for name in ("extensions", "extension_row", "moved")}
     light |= {"rlpost.extensions"} | {f"rlpost.extensions.{name}" for name in ROWS}
     light |= {f"rlpost.extensions.{name}.extension" for name in ROWS}
     code = (
@@ -162,7 +161,7 @@ MOVED_MODULES = [
 """Modules of earlier versions."""
 
 
-@pytest.mark.parametrize("old", [*MOVED_MODULES, *MOVED])
+@pytest.mark.parametrize("old", [*MOVED_MODULES, *extensions.moved()])
 def test_a_moved_module_is_named_where_it_is_by_import_and_by_setting(old: str) -> None:
     module, _, name = old.rpartition(".")
     by_import = {

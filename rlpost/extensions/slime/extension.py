@@ -8,4 +8,8 @@ EXTENSION = Extension(
     foreign_words="rlpost.extensions.slime.flags:answer_to",
     idle_flags="rlpost.extensions.slime.flags:without_effect",
     foreign_names={"slime": "rlpost.extensions.slime.names:lacking"},
+    moved={
+        "rlpost.compat.slime": "rlpost.extensions.slime",
+        "rlpost.compat": "rlpost.extensions.slime",
+    },
 )
