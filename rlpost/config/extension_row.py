@@ -109,13 +109,15 @@ class Extension:
             torch.
         model_checks: ``(Config, HfConfig) -> list[str]``, the same with the content of config.json
             of --hf-checkpoint.
+        on_node: ``(Config) -> None`` in the driver before large imports; raises ConfigError.
         notes: ``(Config, HfConfig) -> list[str]``, a line for each valid setting that is probably
             unintended; on the login node, without torch, after the checks.
         arithmetic: ``(Config, HfConfig) -> list[tuple[str, str]]``, lines of ``rlpost check`` about
             the model, name and text; for one whose shape is known (``rlpost.config.plan.hf_shape``).
         rank_memory: ``(Config, Shape, int, bool) -> list[RankEstimate]``, one for each pipeline stage,
             for the bytes of a GPU, with or without the layers of TransformerEngine.
-        on_node: ``(Config) -> None`` in the driver before large imports; raises ConfigError.
+        rehearsal: ``(Config, str) -> None``, the size of a GPU's memory; raises ConfigError with
+            the first fault.
         public_names: what ``from rlpost import NAME`` gives, by name.
         moved: modules and names of earlier versions of rlpost -> where the extension has them.
         verbs: verbs of the command line by name.
@@ -141,8 +143,6 @@ class Extension:
         engine_without_gpus: ``(Mapping[str, Any], int | None) -> dict[str, object]``: prepares the
             process of an engine without a GPU before SGLang's import, for the caller's fields of
             ServerArgs and the slots of the node (None: all cores are its own); returns the fields.
-        rehearsal: ``(Config, str) -> None``, the size of a GPU's memory; raises ConfigError with
-            the first fault.
         follow: a ``Follow``.
         mirrors: mirrors of metrics by the setting that switches each on.
         follow_engines: a ``FollowEngines``.
@@ -151,13 +151,17 @@ class Extension:
     """
 
     name: str
+    # settings and their checks
     tables: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
     model_checks: tuple[str, ...] = ()
+    on_node: tuple[str, ...] = ()
+    # what rlpost check and a rehearsal say besides
     notes: str | None = None
     arithmetic: str | None = None
     rank_memory: str | None = None
-    on_node: tuple[str, ...] = ()
+    rehearsal: str | None = None
+    # names: of Python, of verbs, of other programs
     public_names: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     verbs: Mapping[str, Verb] = field(default_factory=dict)
@@ -165,16 +169,18 @@ class Extension:
     foreign_names: Mapping[str, str] = field(default_factory=dict)
     foreign_words: str | None = None
     idle_flags: str | None = None
+    # the answers of a run and their rewards
     answers: str | None = None
     examples: str | None = None
     rewards: Mapping[str, NamedReward] = field(default_factory=dict)
     text_rewards: Mapping[str, TextReward] = field(default_factory=dict)
+    # processes: other jobs, engines in them, machines without GPUs
     job: str | None = None
     joining_engines: str | None = None
     engine_agent: str | None = None
     trainer_without_gpus: str | None = None
     engine_without_gpus: str | None = None
-    rehearsal: str | None = None
+    # what shows a run
     follow: str | None = None
     mirrors: Mapping[str, Mirror] = field(default_factory=dict)
     follow_engines: str | None = None

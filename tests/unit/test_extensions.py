@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import pkgutil
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -178,32 +179,22 @@ def test_a_moved_module_is_named_where_it_is_by_import_and_by_setting(old: str) 
         assert new.startswith("rlpost.") and pkgutil.resolve_name(new), line
 
 
+def paths_in(value: object) -> Iterator[str]:
+    """All texts ``module:name`` of a row, in whichever field."""
+    if isinstance(value, str):
+        if re.fullmatch(r"\w+(\.\w+)+:\w+", value):
+            yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from paths_in(getattr(value, field.name))
+    elif isinstance(value, Mapping | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from paths_in(part)
+
+
 def test_every_path_of_a_row_exists() -> None:
     for row in extensions.extensions():
-        names = [*row.tables.values(), *row.checks, *row.model_checks, *row.on_node]
-        names += row.foreign_names.values()
-        names += [verb.main for verb in row.verbs.values()]
-        names += [path for each in row.mirrors.values() for path in (each.open, each.check) if path]
-        names += [path for each in row.rewards.values() for path in (each.make, each.check)]
-        for text_reward in row.text_rewards.values():
-            names += filter(None, (text_reward.score, text_reward.in_box))
-            names += text_reward.parts.values()
-        names += filter(
-            None,
-            (
-                row.adapters,
-                row.answers,
-                row.job,
-                row.rehearsal,
-                row.follow,
-                row.follow_engines,
-                row.report,
-            ),
-        )
-        names += filter(None, (row.joining_engines, row.engine_agent, row.idle_flags))
-        names += filter(None, (row.trainer_without_gpus, row.engine_without_gpus))
-        names += row.public_names.values()
-        names += filter(None, (row.notes, row.arithmetic, row.rank_memory, row.examples))
+        names = list(paths_in(row))
         assert names and {extension_of(name.replace(":", ".")) for name in names} == {row.name}
         for name in names:
             extensions.load(name)
