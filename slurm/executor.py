@@ -106,7 +106,7 @@ class RunExecutor(submitit.SlurmExecutor):
         return number_of(self._job_id)
 
     def _find_job(self, output: str) -> str:
-        jobs = find_by_script(self.file, os.environ, ended=True)
+        jobs = find_by_script(self.file, os.environ)
         if not jobs:
             raise UnknownJobError(explain_submission(output, self.file))
         return jobs[0]

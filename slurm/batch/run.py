@@ -316,7 +316,7 @@ def _chain(
         added.append(f"--dependency=afterany:{host.job.name}")
     known = [host.job.name.partition("_")[0]]
     if options.script:  # further runs may have jobs of this file
-        known += map(number_of, find_by_script(script, environ, ended=True) or [])
+        known += map(number_of, find_by_script(script, environ) or [])
     ledger = Ledger(attempt.run_folder / "ledger.jsonl")
     submission = Submission(script, "chained", {"attempt": attempt.number}, known=known)
     try:
