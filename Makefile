@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 ASSETS := assets/tiny
 # A process more than there are cores, because some tests wait; eight at most, for each imports the libraries again.
 PYTEST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
-# As --only runs, or --on-cpu: see python -m tools.gpu_check --help.
+# As --only runs, or --on-cpu: see python -m tests.gpu_check --help.
 GPU_ARGS ?=
 # the installation counts in the minutes of the checks
 BEGAN := $(shell date +%s)
@@ -46,13 +46,13 @@ test-slurm: install system  ## the tests of batch script, preemption, requeue an
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster -m every_slurm --slurm $(SLURM)
 
 test-gpu: install  ## every check that needs a GPU, and an answer for each, in 15 minutes with the installation
-	$(BIN)/python -m tools.gpu_check --began $(BEGAN) $(GPU_ARGS)
+	$(BIN)/python -m tests.gpu_check --began $(BEGAN) $(GPU_ARGS)
 
 test-gpu-packages:  ## the packages of the GPU lock, without a GPU: 9 GB, 10 minutes
 	@tools/gpu_packages.sh
 
 test-programs: install  ## agents of npm (Claude Code, Codex, qwen-code, opencode) against the gateway; 1.1 GB, a minute
-	$(BIN)/python -m tools.agent_programs
+	$(BIN)/python -m tests.agent_programs
 
 mutants: install assets  ## mutation testing of six modules, half an hour on two idle cores
 	@tools/mutants.sh $(VENV)

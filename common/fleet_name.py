@@ -1,6 +1,8 @@
-"""Name of a fleet's folder in the run folder. Python 3.6 and later, because batch hosts use it."""
+"""Where a run has a fleet: its folder, its lines of the ledger. Python 3.6, for batch hosts."""
 
-from typing import Sequence
+from typing import List, Sequence
+
+from common.ledger import Entry
 
 POLICY = "policy"
 """The group of the engines that generate answers, beside the groups that a recipe names."""
@@ -24,3 +26,13 @@ def group_of(words: Sequence[str]) -> str:
     ('policy', 'judge')
     """
     return words[words.index(GROUP) + 1] if GROUP in words else POLICY
+
+
+def last_served(entries: Sequence[Entry]) -> List[Entry]:
+    """The newest ``fleet`` line of each attempt and group, which replaces those before it."""
+    last = {
+        (str(entry.get("attempt")), entry.get("group")): entry
+        for entry in entries
+        if entry.get("event") == "fleet" and "used" in entry
+    }
+    return list(last.values())

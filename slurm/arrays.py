@@ -7,8 +7,11 @@ batch file verbatim.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.fleet_name import POLICY
+from common.ledger import Entry
 from slurm.errors import SpecError
 from slurm.job_id import cluster_of, number_of, on_cluster
 from slurm.spec import JobSpec
@@ -102,6 +105,17 @@ class SandboxSpec:
                 raise SpecError(f"image, read_only: {path!r} contains a control character")
         if self.after is not None and not self.after.isdecimal():
             raise SpecError(f"after: {self.after!r} is not the number of a job")
+
+
+def engine_tasks(ledger: Sequence[Entry], group: str | None = None) -> list[str]:
+    """Return the ids of all engine jobs that were submitted for a run, or for one of its groups."""
+    return [
+        task_name(str(entry["array"]), task)
+        for entry in ledger
+        if entry.get("event") == "fleet" and "array" in entry and "engines" in entry
+        if group is None or entry.get("group", POLICY) == group
+        for task in range(int(entry["engines"]))
+    ]
 
 
 def task_name(job_id: str, task: int) -> str:

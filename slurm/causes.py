@@ -69,7 +69,7 @@ _DISK_REMEDY = (
 _IMAGE_REMEDY = "correct --container-image; the file must be on every node, whole and readable (unsquashfs -s FILE)"
 _PYTHON_REMEDY = (
     "install it in the image or environment, or with --setup-commands; "
-    "`rlpost doctor --image` lists them all"
+    "`rlpost doctor --image`, where installed, lists them all"
 )
 _CREDENTIALS_REMEDY = (
     "correct --container-image or enroot's credentials (~/.config/enroot/.credentials)"
@@ -106,7 +106,7 @@ _LASTING = (
     Sign(
         r"setup command failed: (.+)",
         "the setup command `{}` failed",
-        "run it on a node (`rlpost exec` in a running job, or srun) and correct --setup-commands",
+        "run it on a node (`rlpost exec`, where installed, in a running job, or srun) and correct --setup-commands",
     ),
     Sign(
         r"No module named '?bootstrap\b",

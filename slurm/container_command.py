@@ -62,8 +62,8 @@ def template_problem(
             f"has the word {halves[0]}, which needs both {{source}} and {{target}}: it is repeated "
             "for each mount"
         )
-    for index, word in enumerate(words):
-        before = words[index - 1]
+    for index, word in enumerate(words[1:]):
+        before = words[index]
         if _fields(word) & OF_MOUNTS and not (_is_option(word) or _takes_value(before)):
             return (
                 f"has the word {word} after {before}, which takes no value, so a second mount would "

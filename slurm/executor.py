@@ -106,7 +106,7 @@ class RunExecutor(submitit.SlurmExecutor):
         return number_of(self._job_id)
 
     def _find_job(self, output: str) -> str:
-        jobs = find_by_script(self.file, os.environ, ended=True)
+        jobs = find_by_script(self.file, os.environ)
         if not jobs:
             raise UnknownJobError(explain_submission(output, self.file))
         return jobs[0]
@@ -208,7 +208,7 @@ def _submit_and_record(
             announce=note,
         )
     except UnknownJobError as error:
-        remedy = f"rlpost status {run.root} looks it up; nothing else is submitted until then"
+        remedy = f"the next rlpost command for {run.root} looks it up; nothing else is submitted until then"
         raise UnknownJobError(f"{error}; {remedy}") from error
     except SubmitError as error:
         if intents:

@@ -72,26 +72,24 @@ def printed_ids(output: str) -> List[str]:
 
 
 def find_by_script(
-    script: str, environ: Mapping[str, str], *, but: Collection[str] = (), ended: bool = False
+    script: str, environ: Mapping[str, str], *, but: Collection[str] = ()
 ) -> Optional[List[str]]:
     """Ids of this user's jobs of a batch file, arrays as one; None if Slurm does not answer.
 
-    Args:
-        but: numbers of jobs to leave out.
-        ended: also jobs that have ended, while Slurm remembers them (MinJobAge).
+    Jobs that have ended count while Slurm remembers them (MinJobAge). ``but``: numbers of jobs to
+    leave out.
     """
     cluster = environ.get("SBATCH_CLUSTERS", "")
-    options = [f"--clusters={cluster}"] if cluster else []
-    options += ["--states=all"] if ended else []
-    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F %o"]
-    shown = run_command([*command, *options], environ, is_quiet=True)
+    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F %o", "--states=all"]
+    command += [f"--clusters={cluster}"] if cluster else []
+    shown = run_command(command, environ, is_quiet=True)
     if shown is None:
         return None
     cluster = "" if "," in cluster else cluster
     jobs = []
     for line in shown.splitlines():
         number, _, rest = line.strip().partition(" ")
-        if number == "CLUSTER:" and options:  # before the jobs of each of several clusters
+        if number == "CLUSTER:":  # before the jobs of each of several clusters
             cluster = rest.strip()
         # squeue shows the file with its arguments
         is_of_script = rest.strip() == script or rest.startswith(f"{script} ")

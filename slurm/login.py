@@ -72,7 +72,7 @@ def file_problem(name: str, path: str) -> str:
     place = HOME / os.environ.get(variable, "") / rest.partition("@[")[0]
     if place.exists():
         return ""
-    return f"{name}: {place} does not exist; rlpost fetch RECIPE downloads models and data"
+    return f"{name}: {place} does not exist; rlpost fetch RECIPE, where installed, downloads models and data"
 
 
 def settings_error(python: str, recipe: Sequence[str], container: str) -> str:

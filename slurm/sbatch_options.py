@@ -93,7 +93,11 @@ _REFUSED = (
         "use --nodes",
     ),
     ("gid uid", "a job runs as the user who submits it", "leave the option out"),
-    ("array", "a run is one job", "use rlpost sweep, or sbatch --array=... jobs/NAME.sbatch"),
+    (
+        "array",
+        "a run is one job",
+        "use rlpost sweep, where installed, or sbatch --array=... jobs/NAME.sbatch",
+    ),
     (
         "clusters cluster",
         "all commands for a run read the cluster where they look for its jobs",

@@ -104,10 +104,10 @@ def look_up(
 ) -> Optional[List[str]]:
     """``find_by_script``, repeated for a time until there is a job."""
     deadline = time.monotonic() + seconds
-    jobs = find_by_script(file, environ, but=but, ended=True)
+    jobs = find_by_script(file, environ, but=but)
     while not jobs and time.monotonic() < deadline:
         time.sleep(LOOKUP_PAUSE_S)
-        jobs = find_by_script(file, environ, but=but, ended=True)
+        jobs = find_by_script(file, environ, but=but)
     return jobs
 
 
@@ -186,7 +186,7 @@ def _find(
     known = {number_of(str(entry["job_id"])) for entry in entries if entry.get("job_id")}
     known = {number.partition("_")[0] for number in known}
     environ = dict(environ, SBATCH_CLUSTERS=one.clusters)
-    return find_by_script(one.file, environ, but={*known, *one.known}, ended=True)
+    return find_by_script(one.file, environ, but={*known, *one.known})
 
 
 def _succeeds(act: Any, *arguments: Any) -> bool:

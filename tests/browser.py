@@ -1,22 +1,20 @@
-"""A headless Chromium, driven over a pipe with the DevTools protocol.
+"""A headless Chromium for the report's pages: what they draw, complain of and request.
 
 Input: files. Output: values of JavaScript expressions, network requests, errors and warnings,
-screenshots.
+screenshots. The example environment has the client of the DevTools protocol.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import os
 import shutil
-import subprocess
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-DEADLINE_S = 120
+from rlpost.extensions.agents.examples.browser import PROGRAMS
+from rlpost.extensions.agents.examples.browser import Browser as Client
+
+SIDE = 800  # of a page before it is opened, in pixels
 
 
 def find_browser() -> str | None:
@@ -24,44 +22,17 @@ def find_browser() -> str | None:
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 
-class Browser:
+class Browser(Client):
     """One page at a time; a context manager.
 
     ``complaints`` (errors and warnings) and ``requests`` belong to the newest page.
     """
 
-    def __init__(self, program: str, profile: Path) -> None:
-        ours, theirs = os.pipe(), os.pipe()
-        words = [
-            "--headless=new",
-            "--no-sandbox",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={profile}",
-        ]
-        words += [
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-dev-shm-usage",
-        ]
-        shell = f'exec "$@" 3<&{theirs[0]} 4>&{ours[1]}'
-        self._process = subprocess.Popen(
-            ["bash", "-c", shell, "browser", program, *words, "about:blank"],
-            pass_fds=(theirs[0], ours[1]),
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        os.close(theirs[0])
-        os.close(ours[1])
-        self._in, self._out = os.fdopen(ours[0], "rb"), os.fdopen(theirs[1], "wb")
-        self._rest, self._number, self._session = b"", 0, ""
+    def __init__(self, program: str) -> None:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self._is_loaded = False
-        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        super().__init__(program, SIDE)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -69,23 +40,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._out.close()
-        self._in.close()
-        self._process.terminate()
-        self._process.wait(DEADLINE_S)
-
-    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and return its result."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        if self._session:
-            message["sessionId"] = self._session
-        self._out.write(json.dumps(message).encode() + b"\0")
-        self._out.flush()
-        while (answer := self._next()).get("id") != self._number:
-            pass
-        assert "error" not in answer, (method, answer["error"])
-        return answer["result"]
+        self.close()
 
     def open(
         self, path: Path, *, width: int = 1280, dark: bool = False, fragment: str = ""
@@ -105,7 +60,7 @@ class Browser:
         self.requests, self._is_loaded = [], False
         self.ask("Page.navigate", url=path.as_uri() + fragment)
         while not self._is_loaded:
-            self._next()
+            self.next_message()
 
     def value(self, expression: str) -> Any:
         """Evaluate an expression in the page."""
@@ -130,14 +85,9 @@ class Browser:
         )
         path.write_bytes(base64.b64decode(found["data"]))
 
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            assert wait([self._in], DEADLINE_S), f"no message of the browser for {DEADLINE_S} s"
-            more = os.read(self._in.fileno(), 1 << 20)
-            assert more, "the browser ended"
-            self._rest += more
-        text, _, self._rest = self._rest.partition(b"\0")
-        message = json.loads(text)
+    def next_message(self) -> dict[str, Any]:
+        """Return the next message, and record what it says of the page."""
+        message = super().next_message()
         match message.get("method"), message.get("params"):
             case "Page.loadEventFired", _:
                 self._is_loaded = True

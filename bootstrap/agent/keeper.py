@@ -76,7 +76,7 @@ class Keeper:
         self._report(event="gone")
         leave_at = time.monotonic() + _LINGER_S
         while self._is_agent_connected and time.monotonic() < leave_at:
-            self._kill_at = leave_at
+            self._kill_at = leave_at  # only the deadline of _wait: nothing is left to kill
             self._wait()
 
     def _wait(self) -> None:

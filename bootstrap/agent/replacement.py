@@ -76,7 +76,10 @@ class Replacements:
         self._give_up = give_up
         self.set_driver_cluster: Callable[[Cluster], None] = lambda _: None
         """Called with the new cluster after each replacement."""
-        self._cluster: Cluster | None = None
+        self._cluster: Cluster | None = None  # and the next three: set by ``begin``
+        self._own: NodeReport
+        self._ray: LocalRay
+        self._order: Message
         self._lost: dict[str, LostNode] = {}
         self._excluded: list[str] = []
         self._failed_spares: dict[str, asyncio.Future[str]] = {}  # those that are joining

@@ -96,6 +96,7 @@ async def _as_first(facts: Facts, options: Options, wait_s: float) -> Examinatio
     try:
         write_first(folder / SECRET_FILE, secrets.token_hex(_SECRET_CHARS // 2) + "\n")
         secret = (folder / SECRET_FILE).read_text().strip().encode()
+        # Each needs the other: nodes are received after both exist.
         reception = Reception(
             secret, facts.hosts, lambda report, link: gathering.record_node(report)
         )

@@ -147,25 +147,29 @@ def parse_nvidia_smi(
         recovery: ``--query-gpu=uuid,gpu_recovery_action`` (drivers from 565 on).
         modes: ``--query-gpu=uuid,compute_mode,mig.mode.current``.
     """
-    by_uuid = {row[0]: row[1:] for line in modes.splitlines() if len(row := _cells(line)) == 3}
-    rows = {row[0]: row[1:] for line in remapped.splitlines() if len(row := _cells(line)) == 3}
-    actions = {row[0]: row[1] for line in recovery.splitlines() if len(row := _cells(line)) == 2}
-    return tuple(
-        Gpu(
-            uuid,
-            used_mib=_number(used),
-            ecc_uncorrected=_number(ecc),
-            remap_pending=_flag(rows.get(uuid, ["", ""])[0]),
-            remap_failed=_flag(rows.get(uuid, ["", ""])[1]),
-            recovery=_action(actions.get(uuid, "")),
-            bus=_bus_name(*bus.split(".")[0].split(":")),
-            compute_mode=_compute_mode(by_uuid.get(uuid, ["", ""])[0]),
-            is_mig=_flag(by_uuid.get(uuid, ["", ""])[1]),
+    remapped_of, action_of = _by_uuid(remapped, 3), _by_uuid(recovery, 2)
+    modes_of = _by_uuid(modes, 3)
+    gpus = []
+    for uuid, (bus, used, ecc) in _by_uuid(listing, 4).items():
+        if not uuid.startswith("GPU-"):
+            continue
+        pending, failed = remapped_of.get(uuid, ("", ""))
+        (action,) = action_of.get(uuid, ("",))
+        compute_mode, mig_mode = modes_of.get(uuid, ("", ""))
+        gpus.append(
+            Gpu(
+                uuid,
+                used_mib=_number(used),
+                ecc_uncorrected=_number(ecc),
+                remap_pending=_flag(pending),
+                remap_failed=_flag(failed),
+                recovery=_action(action),
+                bus=_bus_name(*bus.split(".")[0].split(":")),
+                compute_mode=_compute_mode(compute_mode),
+                is_mig=_flag(mig_mode),
+            )
         )
-        for line in listing.splitlines()
-        if len(row := _cells(line)) == 4 and row[0].startswith("GPU-")
-        for uuid, bus, used, ecc in [row]
-    )
+    return tuple(gpus)
 
 
 def _ask_nvml() -> GpuReading | None:
@@ -346,8 +350,10 @@ def _bus_name(domain: str, bus: str, device: str) -> str:
     return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}"
 
 
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split(",")]
+def _by_uuid(listing: str, num_cells: int) -> dict[str, list[str]]:
+    """Return the cells behind the UUID by UUID; lines with another number of cells are ignored."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in listing.splitlines())
+    return {row[0]: row[1:] for row in rows if len(row) == num_cells}
 
 
 def _number(text: str) -> int | None:

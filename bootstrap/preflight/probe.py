@@ -134,7 +134,7 @@ def _needs_libfabric() -> bool:
     )
 
 
-_FULL_MEMBER = 0x8000
+_FULL_MEMBER = 0x8000  # the bit of a partition key; a limited member lacks it
 
 
 def read_limited_ports(root: Path = Path("/")) -> tuple[str, ...]:

@@ -79,6 +79,7 @@ def schedule(
             )
             if fitting is not None:
                 return _named(ranks, fitting, work)
+    # Without costs, or where no balanced spread fits: fill micro-batches in the order of samples.
     in_order = range(len(lengths))
     if max_tokens is None:
         bins = [list(in_order[i : i + micro_batch_size]) for i in in_order[::micro_batch_size]]

@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from common.installed import is_package
 from rlpost.cli.engine_groups import group_args_problems
 from rlpost.config.checks.environment_variables import allocator_problems
+from rlpost.config.extensions import command
 from rlpost.config.megatron_options import option_names, option_problems
 from rlpost.config.transformer_engine import RULED_OUT, needs_transformer_engine
 from rlpost.config.tree import Config
@@ -54,7 +55,7 @@ def _stack_problems(config: Config) -> list[str]:
         image = config.cluster.container_image
         where = (
             f"{sys.executable} of container_image = {image}: name another interpreter of the image with "
-            "--python, or list its missing packages with rlpost doctor --image"
+            f"--python, or list its missing packages with {command('doctor --image')}"
         )
     problems = []
     for is_used, part, packages in parts:

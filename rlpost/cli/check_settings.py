@@ -330,7 +330,7 @@ def _weight_problems(folder: str | None, given: str, default: str) -> list[str]:
     if os.path.isdir(folder):
         what = "holds neither a torch_dist checkpoint nor *.safetensors"
     return [
-        f"{given} {folder}: {what}; make it with rlpost convert RECIPE, or use {given} none "
+        f"{given} {folder}: {what}; make it with {extensions.command('convert RECIPE')}, or use {given} none "
         f"to take {default}"
     ]
 

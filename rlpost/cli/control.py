@@ -24,7 +24,9 @@ from rlpost.config import extensions
 from rlpost.config.arguments import Parser
 from rlpost.errors import ConfigError
 from rlpost.observe.reporter import try_to_write_report
+from slurm.arrays import engine_tasks
 from slurm.client import ask_to_requeue, cancel
+from slurm.job_id import cluster_of, on_cluster
 from slurm.queue import queue
 from slurm.states import JobState
 from slurm.submissions import explain
@@ -82,8 +84,23 @@ def _cancel_all(run: RunFolder, job_id: str) -> None:
             cancel(one.job_id)
     for part in extensions.job_parts():
         part.cancel(run)
+    for array in _engine_arrays(run):
+        cancel(array)
     for submission in unknown:
         raise ConfigError(f"{run.root.name}: the known jobs are cancelled; {explain(submission)}")
+
+
+def _engine_arrays(run: RunFolder) -> list[str]:
+    """Ids of the arrays of engine jobs in the queue, by the ledger: no extension may be here."""
+    tasks = engine_tasks(run.ledger.read())
+    entries = queue(tasks).values() if tasks else ()
+    return sorted(
+        {
+            on_cluster(entry.job_id.partition("_")[0], cluster_of(entry.job_id))
+            for entry in entries
+            if not entry.is_over
+        }
+    )
 
 
 def requeue_main(arguments: Sequence[str]) -> int:
@@ -100,6 +117,7 @@ def requeue_main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{run.root.name}: --requeue never, so {otherwise}")
     ask_to_requeue(job_id)
     print(
-        f"asked {run.root.name} (job {job_id}) to save and requeue; see rlpost logs -f {run.root.name}"
+        f"asked {run.root.name} (job {job_id}) to save and requeue; see "
+        + extensions.command(f"logs -f {run.root.name}")
     )
     return 0

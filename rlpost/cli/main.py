@@ -43,12 +43,10 @@ OTHER_NAMES = {
     "start": "rlpost submit RECIPE",
     "stop": "rlpost cancel RUN, which saves first",
     "kill": "rlpost cancel RUN, which saves first",
-    "ls": "rlpost list",
-    "tail": "rlpost logs RUN --follow",
-    "eval": "rlpost evaluate RECIPE",
     "install": "make install, in the folder of the code",
 }
-"""Verbs of other tools, and what stands for them here."""
+OF_EXTENSIONS = {"ls": "list", "tail": "logs RUN --follow", "eval": "evaluate RECIPE"}
+"""Verbs of other tools, and what stands for them here; the second by words of ``rlpost``."""
 PACKAGES = ("rlpost", "slurm", "bootstrap", "common")
 PROJECT = Path(__file__).parents[2]
 HELP_WIDTH = 79
@@ -119,6 +117,8 @@ def _verb(arguments: Sequence[str]) -> int:
         )
     if verb in OTHER_NAMES:
         raise ConfigError(f"{verb}: no such verb; use {OTHER_NAMES[verb]}")
+    if verb in OF_EXTENSIONS:
+        raise ConfigError(f"{verb}: no such verb; use {extensions.command(OF_EXTENSIONS[verb])}")
     if verb not in known:
         raise ConfigError(
             f"{verb}: no such verb{suggestion(verb, known) or '; there are ' + ', '.join(known)}"

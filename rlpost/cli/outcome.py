@@ -21,6 +21,7 @@ from common.files import text_or_empty
 from common.run_folder import RunFolder
 from common.stop_file import request_stop
 from rlpost.cli.runs import LOCAL, cause_in, is_evaluation, local_is_alive, newest_job, settings_of
+from rlpost.config.extensions import command
 from rlpost.observe.writer import eval_rewards, read_metrics
 from slurm.client import POLL_S
 from slurm.queue import queue
@@ -75,7 +76,7 @@ def show_until_over(
             time.sleep(SHOWN_EVERY_S)
         except KeyboardInterrupt as interrupt:
             if reason or not started_it:
-                print(f"left running; see rlpost status {run.root}", file=sys.stderr)
+                print(f"left running; see {command(f'status {run.root}')}", file=sys.stderr)
                 raise
             reason = str(interrupt) or "Ctrl-C"
             print(STOPPING, file=sys.stderr)

@@ -6,6 +6,7 @@ line each, before anything is submitted.
 
 from __future__ import annotations
 
+from rlpost.config.extensions import command
 from rlpost.config.load import read_dump
 from rlpost.config.masking import mask
 from rlpost.config.tree import Config
@@ -47,7 +48,7 @@ def change_notes(earlier: str, config: Config) -> list[str]:
     for named, words in ((results.generated, GENERATED), (results.trained, TRAINED)):
         if named:
             keys = ", ".join(line.partition(": ")[0] for line in named[:MAX_SHOWN])
-            notes.append(f"{keys}: {words}; rlpost journal RUN shows how many")
+            notes.append(f"{keys}: {words}; {command('journal RUN')} shows how many")
     return notes
 
 

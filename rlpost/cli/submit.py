@@ -274,7 +274,7 @@ def submit_parser(prog: str, description: str) -> argparse.ArgumentParser:
         nargs="?",
         const=GPU_MEMORY,
         metavar="SIZE",
-        help="rlpost rehearse first, for GPUs of this memory, and submit only if it finds no fault "
+        help="rehearse it first, for GPUs of this memory, and submit only if it finds no fault "
         f"(default: {GPU_MEMORY})",
     )
     add_switch(parser, "--resume", "resume the run in the folder")

@@ -109,14 +109,17 @@ class Extension:
             torch.
         model_checks: ``(Config, HfConfig) -> list[str]``, the same with the content of config.json
             of --hf-checkpoint.
+        on_node: ``(Config) -> None`` in the driver before large imports; raises ConfigError.
         notes: ``(Config, HfConfig) -> list[str]``, a line for each valid setting that is probably
             unintended; on the login node, without torch, after the checks.
         arithmetic: ``(Config, HfConfig) -> list[tuple[str, str]]``, lines of ``rlpost check`` about
             the model, name and text; for one whose shape is known (``rlpost.config.plan.hf_shape``).
         rank_memory: ``(Config, Shape, int, bool) -> list[RankEstimate]``, one for each pipeline stage,
             for the bytes of a GPU, with or without the layers of TransformerEngine.
-        on_node: ``(Config) -> None`` in the driver before large imports; raises ConfigError.
+        rehearsal: ``(Config, str) -> None``, the size of a GPU's memory; raises ConfigError with
+            the first fault.
         public_names: what ``from rlpost import NAME`` gives, by name.
+        moved: modules and names of earlier versions of rlpost -> where the extension has them.
         verbs: verbs of the command line by name.
         adapters: ``() -> None``; registers functions with a foreign interface
             (``rlpost.algorithm.plugin.register``).
@@ -124,6 +127,8 @@ class Extension:
             cannot import the name, on the login node.
         foreign_words: ``(str) -> str | None``: an error for a word that another program's command line
             has, with the flag here; None for a word that it does not know.
+        idle_flags: ``(str) -> str | None``: why a flag of another program, without dashes, has no
+            effect here, so that it is accepted; None for others.
         answers: ``(Config, AnswerParts) -> AnswerSource | None`` (``rlpost.rollout.answer_source``).
         examples: subclass of ``rlpost.tasks.examples.ExampleTokenizer``, for --loss-type sft_loss.
         rewards: rewards by a model, by --rm-type.
@@ -133,15 +138,11 @@ class Extension:
             other jobs (``rlpost.driver.engines.joining``).
         engine_agent: ``(Sequence[str]) -> int``: serve one of these engines, in its job; the words
             and the exit codes are those of ``rlpost.engines.engine_job``.
-        gpu_use: ``(Sequence[Entry]) -> dict[str, JoinedUse]``: GPU time of these engines by group,
-            from the ledger (``rlpost.observe.joined_use``).
         trainer_without_gpus: ``() -> None``, called before Megatron-core is imported in a process that
             trains: makes it usable on a machine without a GPU, and does nothing on one with.
         engine_without_gpus: ``(Mapping[str, Any], int | None) -> dict[str, object]``: prepares the
             process of an engine without a GPU before SGLang's import, for the caller's fields of
             ServerArgs and the slots of the node (None: all cores are its own); returns the fields.
-        rehearsal: ``(Config, str) -> None``, the size of a GPU's memory; raises ConfigError with
-            the first fault.
         follow: a ``Follow``.
         mirrors: mirrors of metrics by the setting that switches each on.
         follow_engines: a ``FollowEngines``.
@@ -150,29 +151,36 @@ class Extension:
     """
 
     name: str
+    # settings and their checks
     tables: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
     model_checks: tuple[str, ...] = ()
+    on_node: tuple[str, ...] = ()
+    # what rlpost check and a rehearsal say besides
     notes: str | None = None
     arithmetic: str | None = None
     rank_memory: str | None = None
-    on_node: tuple[str, ...] = ()
+    rehearsal: str | None = None
+    # names: of Python, of verbs, of other programs
     public_names: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
     verbs: Mapping[str, Verb] = field(default_factory=dict)
     adapters: str | None = None
     foreign_names: Mapping[str, str] = field(default_factory=dict)
     foreign_words: str | None = None
+    idle_flags: str | None = None
+    # the answers of a run and their rewards
     answers: str | None = None
     examples: str | None = None
     rewards: Mapping[str, NamedReward] = field(default_factory=dict)
     text_rewards: Mapping[str, TextReward] = field(default_factory=dict)
+    # processes: other jobs, engines in them, machines without GPUs
     job: str | None = None
     joining_engines: str | None = None
     engine_agent: str | None = None
-    gpu_use: str | None = None
     trainer_without_gpus: str | None = None
     engine_without_gpus: str | None = None
-    rehearsal: str | None = None
+    # what shows a run
     follow: str | None = None
     mirrors: Mapping[str, Mirror] = field(default_factory=dict)
     follow_engines: str | None = None
@@ -250,4 +258,4 @@ class JobPart:
         """Submit jobs that a submitted run may lack; print a line about each, also if it fails."""
 
     def cancel(self, run: RunFolder) -> None:
-        """End the jobs that belong to a cancelled run. Raises JobError."""
+        """Prepare the cancellation of engine jobs, whose arrays the ledger names. Raises OSError."""

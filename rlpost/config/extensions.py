@@ -28,6 +28,7 @@ from rlpost.config.extension_row import RankEstimate as RankEstimate
 from rlpost.config.extension_row import RankMemory as RankMemory
 from rlpost.config.extension_row import TextReward as TextReward
 from rlpost.config.extension_row import Verb as Verb
+from rlpost.config.moved import MOVED
 from rlpost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,12 +136,28 @@ def public_names(core: Mapping[str, str]) -> dict[str, str]:
     return _new("public name", core, lambda one: one.public_names)
 
 
+def moved() -> dict[str, str]:
+    """Return where modules and names of earlier versions are, in the core and in extensions."""
+    return MOVED | {old: new for each in extensions() for old, new in each.moved.items()}
+
+
 def verbs(core: Mapping[str, Verb]) -> dict[str, Verb]:
     """Return the verbs that extensions add; ``core``: those that there are.
 
     Raises ConfigError for a name that is taken.
     """
     return _new("verb", core, lambda one: one.verbs)
+
+
+def command(words: str) -> str:
+    """Return ``rlpost WORDS`` for a message; it says so if no extension here has the verb.
+
+    ``words``: a verb that an extension adds, and its arguments.
+    """
+    verb = words.partition(" ")[0]
+    has_verb = any(verb in each.verbs for each in extensions())
+    absent = f" (this installation lacks the extension with {verb})"
+    return f"rlpost {words}{'' if has_verb else absent}"
 
 
 def _new(
@@ -233,11 +250,21 @@ def why_not_importable(module: str, name: str | None) -> str | None:
 
 def answer_to(word: str) -> str | None:
     """Return an error for a word of another program's command line; None if none knows it."""
+    return _first_answer("foreign_words", word)
+
+
+def without_effect(name: str) -> str | None:
+    """Return why a flag of another program, without dashes, changes nothing here; None for others."""
+    return _first_answer("idle_flags", name)
+
+
+def _first_answer(hook: str, word: str) -> str | None:
     for each in extensions():
-        if each.foreign_words is not None:
-            line: str | None = load(each.foreign_words)(word)
-            if line is not None:
-                return line
+        path = getattr(each, hook)
+        if path is not None:
+            answer: str | None = load(path)(word)
+            if answer is not None:
+                return answer
     return None
 
 

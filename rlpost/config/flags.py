@@ -24,7 +24,7 @@ from rlpost.config import extensions, pass_through
 from rlpost.config.arguments import Parser, alike
 from rlpost.config.groups.base import Group, is_json_table
 from rlpost.config.megatron_options import option_names
-from rlpost.config.slime_flags import meant
+from rlpost.config.other_flags import meant
 from rlpost.errors import ConfigError
 
 Values = dict[str, dict[str, Any]]

@@ -29,9 +29,8 @@ from rlpost.config.megatron_options import option_names
 from rlpost.config.model_arguments import NAMES as MODEL_ARGUMENTS
 from rlpost.config.model_arguments import ONLY_ZERO, WITHOUT_EFFECT
 from rlpost.config.model_file import model_word
+from rlpost.config.other_flags import ABBREVIATIONS, meant
 from rlpost.config.path_variables import ASSETS, container_word, expanded, variables_of
-from rlpost.config.published_flags import ACCEPTED
-from rlpost.config.slime_flags import ABBREVIATIONS, meant
 from rlpost.config.toml_faults import toml_fault
 from rlpost.config.tree import Config
 from rlpost.config.value_faults import describe_fault
@@ -353,7 +352,7 @@ def _reason_of(key: str) -> str | None:
     line = meant(key)
     if line is not None:
         return line.partition("; ")[2]
-    return ACCEPTED.get(key.replace("_", "-"))
+    return extensions.without_effect(key.replace("_", "-"))
 
 
 def absolute_paths(config: Config, base: Path) -> Config:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.extensions import command
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.wording import listed, near_path
 from rlpost.errors import ConfigError, suggestion
@@ -70,7 +71,7 @@ def model_path(checkpoint: CheckpointConfig) -> Path:
     if checkpoint.model is None:
         raise ConfigError(
             f"--hf-checkpoint {checkpoint.hf_checkpoint or 'is not given'}: the model's config.json is "
-            "not there; bring it with rlpost fetch RECIPE, or name a file of jobs/models with --model "
+            f"not there; bring it with {command('fetch RECIPE')}, or name a file of jobs/models with --model "
             "or in the recipe"
         )
     return published_path(checkpoint.model)

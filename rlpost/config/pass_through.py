@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from rlpost.config.extensions import without_effect
 from rlpost.config.megatron_options import OURS, option_names
+from rlpost.config.other_flags import meant
 from rlpost.config.published_flags import (
-    ACCEPTED,
     FALSE_OF_FIELD,
     OTHER_NAME_OF_FIELD,
     OTHER_NAME_OF_SETTING,
-    REFUSED,
+    SPEC,
     SPECS_OF_FAMILIES,
 )
 from rlpost.config.server_arg_values import server_arg_table
-from rlpost.config.slime_flags import meant, without_effect
 from rlpost.errors import suggestion
 
 ALIKE = 0.9
@@ -77,7 +77,7 @@ def split(words: Sequence[str], known: Collection[str], switches: Collection[str
             _sort(name, values, known=known, result=result, texts=texts)
     specs = texts.pop("", {}).get("spec", [])
     if any(word.startswith(SPECS_OF_FAMILIES) for word in specs[:1]):
-        result.notes.append(f"--spec has no effect: {ACCEPTED['spec']}")
+        result.notes.append(f"--spec has no effect: {SPEC}")
     elif specs:
         result.refused.append(
             f"--spec {' '.join(specs)}: layers cannot be replaced; write a family (docs/extending.md)"
@@ -105,11 +105,7 @@ def _sort(
         texts.setdefault("megatron", {})[FALSE_OF_FIELD[name]] = values
     elif name == "spec":
         texts.setdefault("", {})[name] = values
-    elif name in REFUSED:
-        result.refused.append(
-            f"{flag}: a flag of Megatron-LM that rlpost does not have; {REFUSED[name]}"
-        )
-    elif note := ACCEPTED.get(name) or without_effect(name):
+    elif note := without_effect(name):
         result.notes.append(f"{flag} has no effect: {note}")
     elif name in OTHER_NAME_OF_FIELD:
         texts.setdefault("megatron", {})[key] = values

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from rlpost.config.extensions import command
 from rlpost.config.flags import flag
 from rlpost.config.groups.base import Group, path_keys
 from rlpost.config.groups.cluster import ClusterConfig
@@ -74,7 +75,7 @@ def _unset(name: str, flags: Sequence[str]) -> str:
     if name == ASSETS:
         return (
             f"{line}FOLDER, or give --assets-dir FOLDER (also in the profile of your cluster): the folder on the "
-            "shared file system that holds models and data, or that rlpost fetch is to fill"
+            f"shared file system that holds models and data, or that {command('fetch')} is to fill"
         )
     if flags == ["--container-image"]:
         return f"{line}/PATH/IMAGE.sqsh, or give --container-image with that path or the image's name in a registry"

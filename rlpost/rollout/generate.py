@@ -37,6 +37,7 @@ from rlpost.types import Prompt, Sample, SampleGroup, ScoredSample, Unfinished
 
 logger = logging.getLogger(__name__)
 
+_FUNCTION = "--custom-generate-function-path, or an environment"
 STOP_POLL_S = 0.2
 LOST, REGENERATED, WASTED = COUNTED = (
     "rollout/answers_lost",
@@ -243,8 +244,7 @@ class GroupWriter:
             logger.warning("prompt %d: an answer is left out%s: %s", prompt.prompt_id, often, why)
         if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise RolloutError(
-                f"--env or --custom-generate-function-path: {self._lost_in_a_row} consecutive answers were lost; "
-                f"the last: {why}"
+                f"{_FUNCTION}: {self._lost_in_a_row} consecutive answers were lost; the last: {why}"
             ) from why
 
     async def _answer(
@@ -281,7 +281,7 @@ class GroupWriter:
             return None
         except NotFinite as error:
             raise ConfigError(
-                f"--custom-generate-function-path or --env: {_name_of(self._function)} answers "
+                f"{_FUNCTION}: {_name_of(self._function)} answers "
                 f"prompt {prompt.prompt_id} with {error}"
             ) from error
         self._lost_in_a_row = 0
@@ -337,7 +337,7 @@ class GroupWriter:
             unknown = unknown_id(ids, self._vocab_size)
             if unknown is not None:
                 raise DataError(
-                    f"--custom-generate-function-path or --env: {_name_of(self._function)} returned the id "
+                    f"{_FUNCTION}: {_name_of(self._function)} returned the id "
                     f"{unknown} in {name} of its answer to prompt {sample.prompt_id}, and the model has vocab_size = "
                     f"{self._vocab_size}; use the tokenizer of this model"
                 )
@@ -356,7 +356,7 @@ class GroupWriter:
                 kept |= json.loads(json.dumps({key: value}))
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"--custom-generate-function-path or --env: {_name_of(self._function)} put extra[{key!r}] of type "
+                    f"{_FUNCTION}: {_name_of(self._function)} put extra[{key!r}] of type "
                     f"{type(value).__name__} into its answer to prompt {sample.prompt_id}, which is not a JSON value "
                     f"({error}); convert it, for example with float() or .tolist()"
                 ) from error

@@ -184,7 +184,7 @@ class ResponseBuilder:
                 answer.
             RolloutError: the request failed.
         """
-        if not self._texts:
+        if not self._texts:  # else a turn that was suspended (Halted) is resumed
             self._turn_at, self._before = self.num_tokens, self.text
         end = self.num_tokens + (
             self.remaining_tokens

@@ -134,7 +134,7 @@ def restart_task(host: Host, options: Options, code: int, *, failures: Path, end
     if refusal is not None:
         host.log(
             f"not requeued ({refusal.words}): engines and sandbox servers need a cluster on which "
-            "jobs may be requeued; rlpost fleet RUN --engines N submits engines again"
+            "jobs may be requeued; rlpost fleet RUN --engines N, where installed, submits engines again"
         )
     return End(EXIT_DONE if refusal is None else code, is_final=False)
 

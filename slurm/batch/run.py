@@ -202,10 +202,10 @@ def _run_agents(
 def _write_page(host: Host, place: Place, *, has_container: bool) -> None:
     """Write the run's page with this end: the driver may have died, or may never have started."""
     if place.container != "none" and not has_container:
-        host.log(f"the page is written by: rlpost report {place.run_folder}")
+        host.log(f"where installed, rlpost report {place.run_folder} writes the page")
         return
     if not host.run_bounded(page_step(place), host.job.seconds_within(PAGE_S)):
-        host.log(f"the page was not written; rlpost report {place.run_folder} writes it")
+        host.log(f"page not written; where installed, rlpost report {place.run_folder} writes it")
 
 
 def _wait(host: Host, options: Options, step: "subprocess.Popen[bytes]", attempt_dir: Path) -> int:
@@ -316,7 +316,7 @@ def _chain(
         added.append(f"--dependency=afterany:{host.job.name}")
     known = [host.job.name.partition("_")[0]]
     if options.script:  # further runs may have jobs of this file
-        known += map(number_of, find_by_script(script, environ, ended=True) or [])
+        known += map(number_of, find_by_script(script, environ) or [])
     ledger = Ledger(attempt.run_folder / "ledger.jsonl")
     submission = Submission(script, "chained", {"attempt": attempt.number}, known=known)
     try:
@@ -366,4 +366,7 @@ def _submit_next(
         return jobs[0], ""
     if done.returncode and is_refused(done.stderr, printed, done.returncode, jobs):
         return "", f"{REFUSED}: {' '.join(done.stderr.split())}; submit the run with --resume"
-    return "", "it is not known whether the next job is queued; rlpost status looks it up"
+    return (
+        "",
+        "it is not known whether the next job is queued; the next rlpost command for the run looks it up",
+    )

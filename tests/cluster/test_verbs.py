@@ -207,10 +207,16 @@ def test_requeue_starts_another_attempt_and_the_log_is_followed_to_the_end(
 
 
 def test_a_cancelled_run_is_not_requeued(lab: Lab, project: Path) -> None:
+    """Neither are the tasks of its engine jobs, by the ledger alone: one runs, others wait."""
     run, job = submit(lab, project, "cancelled", "wait")
     until(lambda: bool(list(run.attempts.glob("0/argv-*.json"))), lab, "the run is up")
+    engines = ["sbatch", "--parsable", "--array=0-2%1", "--requeue", "--wrap", "sleep 600"]
+    array = lab.run("ctl", engines).stdout.strip()
+    run.ledger.append("fleet", array=array, engines=3)
     rlpost(lab, "cancel", "cancelled")
     until(lambda: job_info(lab, job).state.is_over, lab, "the run is over")
+    queued = ["squeue", "--noheader", f"--jobs={array}"]
+    until(lambda: not lab.run("ctl", queued, check=False).stdout, lab, "its engine jobs end")
     info = job_info(lab, job)
     assert (str(info.state), info.num_restarts) == ("CANCELLED", 0)
     assert not (run.attempts / "1").exists()

@@ -54,7 +54,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(
             f"no browser: none of {', '.join(PROGRAMS)}; tools/install_system.sh installs Debian's chromium"
         )
-    with Browser(program, tmp_path_factory.mktemp("profile")) as browser:
+    with Browser(program) as browser:
         yield browser
 
 

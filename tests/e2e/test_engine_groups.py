@@ -18,7 +18,7 @@ import pytest
 
 from common.exit_codes import EXIT_DONE
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
-from rlpost.extensions.fleet.fleet_use import used_of
+from rlpost.extensions.fleet.fleet_view import used_of
 from rlpost.observe.writer import read_metrics
 from tests.e2e.local_run import LocalRun
 from tests.e2e.runs import ROOT, process_of

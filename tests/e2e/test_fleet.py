@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.exit_codes import EXIT_PREEMPTED
-from rlpost.extensions.fleet.fleet_use import used_of
+from rlpost.extensions.fleet.fleet_view import used_of
 from rlpost.observe.writer import read_metrics
 from tests.cluster.jobs import job_info, until
 from tests.cluster.lab import Lab

@@ -1,6 +1,6 @@
 """The training step and the weight update, measured beside their peers by two programs of benchmarks/.
 
-They run with ``python -m tools.gpu_check`` alone, because they prove nothing.
+They run with ``python -m tests.gpu_check`` alone, because they prove nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from rlpost.config.plan.cards import card_of
-from tools.predicted import BenchmarkStep, step_seconds
+from tests.predicted import BenchmarkStep, step_seconds
 
 SIZES = {120.0: "large", 60.0: "medium", 0.0: "small"}
 """Memory of a GPU from which on a size of the training benchmark fits.
@@ -24,8 +24,8 @@ large ones take 61 GB and about 29 GB of activations.
 
 @pytest.fixture(autouse=True)
 def only_in_gpu_check(pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.pluginmanager.hasplugin("tools.gpu_check"):
-        pytest.skip("measured by python -m tools.gpu_check")
+    if not pytestconfig.pluginmanager.hasplugin("tests.gpu_check"):
+        pytest.skip("measured by python -m tests.gpu_check")
 
 
 def train_step_words(memory_gb: float | None) -> list[str]:

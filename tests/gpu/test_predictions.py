@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from rlpost.config.plan.cards import card_of
 from rlpost.trainer import logprobs, parallel
+from tests import predicted
 from tests.contract.logprob_kernels import Group
-from tools import predicted
 
 REPEATS = 10
 Timed = dict[str, Callable[[], object]]

@@ -202,7 +202,6 @@ LIGHT = (
     "rlpost/extensions/fleet/fleet_checks",
     "rlpost/extensions/fleet/fleet_jobs",
     "rlpost/extensions/fleet/fleet_table",
-    "rlpost/extensions/fleet/fleet_use",
     "rlpost/extensions/fleet/fleet_verb",
     "rlpost/extensions/fleet/fleet_view",
     "rlpost/extensions/fleet/job_part",
@@ -210,6 +209,8 @@ LIGHT = (
     "rlpost/extensions/planning",
     "rlpost/extensions/rehearsal/command",
     "rlpost/extensions/rehearsal/nodes",
+    "rlpost/extensions/slime/flags",
+    "rlpost/extensions/slime/megatron_flags",
     "rlpost/extensions/slime/names",
     "rlpost/extensions/sweep",
     "rlpost/extensions/tracking",
@@ -285,6 +286,15 @@ def undocumented(path):
             missing += [f"{node.name}: type of {a.arg}" for a in arguments if not a.annotation]
             missing += [f"{node.name}: return type"] * (node.returns is None)
     return missing
+
+
+def test_scripts_of_tools_need_nothing_of_the_tests():
+    users = {
+        path.name
+        for path in (ROOT / "tools").rglob("*.py")
+        if any(name.split(".")[0] == "tests" for name in imports(path))
+    }
+    assert users == set(), "a program that needs the tests' parts is one of them"
 
 
 def test_only_the_workers_module_and_the_ray_process_import_ray():

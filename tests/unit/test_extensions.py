@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,6 @@ from rlpost.config.checks.functions import function_problems, moved_imports
 from rlpost.config.extensions import Extension
 from rlpost.config.flags import groups
 from rlpost.config.load import load
-from rlpost.config.moved import MOVED
 from rlpost.config.tree import Tree
 from rlpost.errors import ConfigError
 from rlpost.observe.reporter import try_to_write_report
@@ -41,8 +42,8 @@ def extension_of(module: str) -> str | None:
     return names[0] if names else None
 
 
-def texts(path: Path) -> Iterator[str]:
-    """Strings of a file that are not docstrings, with paths written as dotted names."""
+def strings(path: Path) -> Iterator[str]:
+    """Strings of a file that are not docstrings."""
     documentation = {
         node.value
         for body in (getattr(each, "body", None) for each in nodes(path))
@@ -50,12 +51,8 @@ def texts(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Expr)
     }
     for node in nodes(path):
-        if (
-            isinstance(node, ast.Constant)
-            and "rlpost" in str(node.value)
-            and node not in documentation
-        ):
-            yield str(node.value).replace("/", ".")
+        if isinstance(node, ast.Constant) and node not in documentation:
+            yield str(node.value)
 
 
 def named(path: Path) -> set[str]:
@@ -63,9 +60,10 @@ def named(path: Path) -> set[str]:
     of_imports = {extension_of(name) for name in imports(path) if name.startswith("rlpost.")}
     in_texts = {
         name
-        for text in texts(path)
+        for text in strings(path)
+        if "rlpost" in text
         for place, name in OF_EXTENSIONS.items()
-        if f"{place}." in f"{text}."
+        if f"{place}." in f"{text}.".replace("/", ".")
     }
     return {name for name in of_imports | in_texts if name is not None}
 
@@ -74,16 +72,52 @@ def test_the_core_names_no_extension_and_no_extension_names_another() -> None:
     wrong = {
         module: others
         for path in FILES
-        if (module := module_name(path)) not in ("rlpost.config.extensions", "rlpost.config.moved")
+        if (module := module_name(path)) != "rlpost.config.extensions"
         and (others := named(path) - {extension_of(module)})
     }
     assert not wrong
 
 
+NAME_THEMSELVES = ("bootstrap.doctor.node", "bootstrap.image.doctor")
+"""Programs of the core that only the verb of an extension starts."""
+WRITTEN_BY_EXTENSIONS = ("rlpost.observe.metric_names", "bootstrap.preflight.checks")
+"""Metrics, and a check of nodes, that there are only with the extension whose flag they name."""
+
+
+def test_the_core_advises_a_verb_or_flag_of_an_extension_only_where_it_is_installed() -> None:
+    """``extensions.command`` writes a verb, or, where no registry can be asked, "where installed"."""
+    verbs = {verb for row in extensions.extensions() for verb in row.verbs}
+    settings = {name for table in extensions.tables().values() for name in table.model_fields}
+    settings -= {name for table in Tree.model_fields for name in groups()[table].model_fields}
+    flags = {name.replace("_", "-") for name in settings}
+    wrong = {}
+    for path in FILES:
+        module = module_name(path)
+        if extension_of(module) or module in NAME_THEMSELVES:
+            continue
+        for text in strings(path):
+            advised = verbs & set(re.findall(r"\brlpost ([a-z][a-z-]+)", text))
+            if module.startswith(("rlpost", "bootstrap")) and module not in WRITTEN_BY_EXTENSIONS:
+                advised |= flags & set(re.findall(r"--([a-z][a-z-]+)", text))
+            if advised and "where installed" not in text:
+                wrong[module] = advised
+    assert wrong == {}
+
+
+def test_an_absent_verb_of_a_message_says_that_it_is_absent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert extensions.command("fetch RECIPE") == "rlpost fetch RECIPE"
+    monkeypatch.setattr(extensions, "extensions", lambda: ())
+    absent = "rlpost logs RUN --follow (this installation lacks the extension with logs)"
+    assert extensions.command("logs RUN --follow") == absent
+    assert main(["tail"]) == 2 and f"use {absent}" in capsys.readouterr().err
+
+
 def test_a_row_loads_nothing_but_the_registry() -> None:
     """It is read by each process that builds the tree of settings, on login nodes too."""
     light = {"rlpost", "rlpost.config", "rlpost.errors"}
-    light |= {"rlpost.config.extensions", "rlpost.config.extension_row"}
+    light |= {f"rlpost.config.{name}" for name in ("extensions", "extension_row", "moved")}
     light |= {"rlpost.extensions"} | {f"rlpost.extensions.{name}" for name in ROWS}
     light |= {f"rlpost.extensions.{name}.extension" for name in ROWS}
     code = (
@@ -128,7 +162,7 @@ MOVED_MODULES = [
 """Modules of earlier versions."""
 
 
-@pytest.mark.parametrize("old", [*MOVED_MODULES, *MOVED])
+@pytest.mark.parametrize("old", [*MOVED_MODULES, *extensions.moved()])
 def test_a_moved_module_is_named_where_it_is_by_import_and_by_setting(old: str) -> None:
     module, _, name = old.rpartition(".")
     by_import = {
@@ -145,32 +179,22 @@ def test_a_moved_module_is_named_where_it_is_by_import_and_by_setting(old: str) 
         assert new.startswith("rlpost.") and pkgutil.resolve_name(new), line
 
 
+def paths_in(value: object) -> Iterator[str]:
+    """All texts ``module:name`` of a row, in whichever field."""
+    if isinstance(value, str):
+        if re.fullmatch(r"\w+(\.\w+)+:\w+", value):
+            yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from paths_in(getattr(value, field.name))
+    elif isinstance(value, Mapping | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from paths_in(part)
+
+
 def test_every_path_of_a_row_exists() -> None:
     for row in extensions.extensions():
-        names = [*row.tables.values(), *row.checks, *row.model_checks, *row.on_node]
-        names += row.foreign_names.values()
-        names += [verb.main for verb in row.verbs.values()]
-        names += [path for each in row.mirrors.values() for path in (each.open, each.check) if path]
-        names += [path for each in row.rewards.values() for path in (each.make, each.check)]
-        for text_reward in row.text_rewards.values():
-            names += filter(None, (text_reward.score, text_reward.in_box))
-            names += text_reward.parts.values()
-        names += filter(
-            None,
-            (
-                row.adapters,
-                row.answers,
-                row.job,
-                row.rehearsal,
-                row.follow,
-                row.follow_engines,
-                row.report,
-            ),
-        )
-        names += filter(None, (row.joining_engines, row.engine_agent, row.gpu_use))
-        names += filter(None, (row.trainer_without_gpus, row.engine_without_gpus))
-        names += row.public_names.values()
-        names += filter(None, (row.notes, row.arithmetic, row.rank_memory, row.examples))
+        names = list(paths_in(row))
         assert names and {extension_of(name.replace(":", ".")) for name in names} == {row.name}
         for name in names:
             extensions.load(name)

@@ -23,13 +23,13 @@ from rlpost.config.server_arg_values import server_arg_table
 from rlpost.config.tree import Config
 from rlpost.models.fp8 import grid_of
 from rlpost.trainer import fp8_grid
+from tests import gpu_check
 from tests.gpu.test_benchmarks import (
     train_step_figures,
     train_step_words,
     weight_sync_figures,
     weight_sync_words,
 )
-from tools import gpu_check
 
 ROOT = Path(__file__).parents[2]
 READY = {"driver": "570.1", "GPUs": ["H200 150 GB"], "torch": "2.13.0", "CUDA of torch": "13.0"}
@@ -40,7 +40,7 @@ def start(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
     """Start pytest with the plug-in on a file of tests."""
     (folder / "test_demo.py").write_text(text)
     command = [sys.executable, "-m", "pytest", str(folder / "test_demo.py"), "-c", os.devnull]
-    command += ["-p", "tools.gpu_check", "-p", "no:cacheprovider", f"--rootdir={folder}"]
+    command += ["-p", "tests.gpu_check", "-p", "no:cacheprovider", f"--rootdir={folder}"]
     # no further plug-in, which would take four fifths of the start
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.Popen(
@@ -153,7 +153,7 @@ def test_make_passes_its_arguments_to_the_program() -> None:
     command = ["make", "-n", "--no-print-directory", "test-gpu", "GPU_ARGS=--on-cpu"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     last = re.sub(r"--began \d+ ", "--began S ", output.splitlines()[-1])
-    assert last == ".venv/bin/python -m tools.gpu_check --began S --on-cpu"
+    assert last == ".venv/bin/python -m tests.gpu_check --began S --on-cpu"
 
 
 def section(heading: str) -> str:
@@ -424,7 +424,7 @@ def test_what_there_is_no_time_for_is_not_run_and_has_its_command(
     for name, end in zip(("one", "two"), ends, strict=True):
         said = left.ran(name)
         assert said.startswith(end)
-        assert "are over" not in said or f"python -m tools.gpu_check --only {name}" in said
+        assert "are over" not in said or f"python -m tests.gpu_check --only {name}" in said
     assert len(left.started) == (2 if takes_s == 20.0 else 1)
 
 

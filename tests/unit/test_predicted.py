@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlpost.config.plan.cards import CARDS
 from tests.gpu.test_benchmarks import benchmark_step
-from tools.predicted import compared_table, kernel_seconds, step_seconds
+from tests.predicted import compared_table, kernel_seconds, step_seconds
 
 H100 = CARDS["H100"]
 

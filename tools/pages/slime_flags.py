@@ -1,6 +1,6 @@
 """docs/slime-flags.md: every flag of slime and of Megatron-LM, and its counterpart.
 
-Input: the lists of these flags, the settings tree, ``rlpost.config.slime_flags``,
+Input: the lists of these flags, the settings tree, ``rlpost.extensions.slime.flags``,
 ``rlpost.config.published_flags``. Output: Markdown.
 """
 
@@ -14,21 +14,21 @@ from rlpost.config import pass_through
 from rlpost.config.flags import fields, flag
 from rlpost.config.megatron_options import OURS
 from rlpost.config.model_arguments import NAMES
+from rlpost.config.other_flags import ABBREVIATIONS
 from rlpost.config.published_flags import (
-    ACCEPTED,
     FALSE_OF_FIELD,
     OTHER_NAME_OF_FIELD,
-    REFUSED,
 )
-from rlpost.config.slime_flags import ABBREVIATIONS, LACKING, without_effect
+from rlpost.extensions.slime.flags import LACKING, without_effect
+from rlpost.extensions.slime.megatron_flags import ACCEPTED, REFUSED
 
 LIST = Path(__file__).with_suffix(".txt")
 MEGATRON_LIST = LIST.with_name("megatron_flags.txt")
 _BEGIN = """\
 # Flags of slime and Megatron-LM
 
-<!-- Written by tools/make_docs.py from rlpost/config/slime_flags.py and
-rlpost/config/published_flags.py; change it there. -->
+<!-- Written by tools/make_docs.py from rlpost/extensions/slime/flags.py,
+megatron_flags.py beside it, and rlpost/config/published_flags.py; change it there. -->
 
 The flags that [slime](https://github.com/THUDM/slime) adds to those of Megatron-LM and SGLang, at commit
 624b824 of 21 August 2026, then those of Megatron-LM's training program at core_v0.16.1. A flag that is a

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from common.fleet_name import POLICY
 from rlpost.config.engine_args import attention_gpus
+from rlpost.config.extensions import command
 from rlpost.config.groups.perf import trains_in_blocks
 from rlpost.config.plan.cards import capability_of
 from rlpost.config.plan.hf_shape import hf_shape
@@ -155,7 +156,7 @@ def _grids(config: Config, hf: HfConfig, key: str) -> list[str]:
             f"{recipe}: the trainer's products would round weights to another grid than the engines, "
             f"whose weights are in {weights} ({key}), so that their log-probs differ more than with a "
             f"trainer in bfloat16; leave --fp8 out, or use --fp8-recipe {BLOCKWISE} with a checkpoint in "
-            f"blocks of {SIDE} x {SIDE} (rlpost convert RECIPE --to fp8)",
+            f"blocks of {SIDE} x {SIDE} ({command('convert RECIPE --to fp8')})",
         ]
     if has_other_shared_experts(hf):
         problems.append(
@@ -216,7 +217,7 @@ def _engine_shards(config: Config, hf: HfConfig, key: str) -> list[str]:
 
 def _fewer_shards(settings: str) -> str:
     if not settings:
-        return "write the folder with rlpost convert RECIPE --to fp8, which keeps them in bfloat16"
+        return f"write the folder with {command('convert RECIPE --to fp8')}, which keeps them in bfloat16"
     flags = " and ".join(f"--sglang-{name.replace('_', '-')}" for name in settings.split(", "))
     return f"use {flags}, or a smaller --rollout-num-gpus-per-engine"
 

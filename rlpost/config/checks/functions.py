@@ -17,9 +17,8 @@ from pathlib import Path
 
 from rlpost.algorithm.signatures import Kind, not_async, problem, signature_of, takes_engines
 from rlpost.config.eval_sets import eval_sets
-from rlpost.config.extensions import why_not_importable
+from rlpost.config.extensions import moved, why_not_importable
 from rlpost.config.flags import flag
-from rlpost.config.moved import MOVED
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed
 from rlpost.errors import NO_FUNCTION_FILE, ConfigError, choice, suggestion
@@ -206,7 +205,8 @@ def moved_imports(tree: ast.Module) -> list[str]:
 
 def _moved(module: str, name: str | None) -> str | None:
     """Return why a name of a module of rlpost cannot be imported; None if it can."""
-    whole = f"{module}.{name}" if f"{module}.{name}" in MOVED else module
+    places = moved()
+    whole = f"{module}.{name}" if f"{module}.{name}" in places else module
     if (source := _file_of(whole)) is not None:
         if name in (None, "*") or _file_of(f"{module}.{name}") is not None:
             return None
@@ -214,8 +214,11 @@ def _moved(module: str, name: str | None) -> str | None:
         if names & {name, "*", "__getattr__"}:
             return None
         return f"rlpost has no name {module}.{name}; docs/api.md lists the names"
-    old = next((old for old in MOVED if f"{whole}.".startswith(f"{old}.")), None)
-    remedy = f"use {MOVED[old]}{whole[len(old) :]}" if old else "docs/api.md lists the names"
+    of_package = [old for old in places if f"{whole}.".startswith(f"{old}.")]
+    remedy = "docs/api.md lists the names"
+    if of_package:
+        old = max(of_package, key=len)
+        remedy = f"use {places[old]}{whole[len(old) :]}"
     return f"rlpost has no module {whole}; {remedy}"
 
 

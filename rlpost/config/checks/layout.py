@@ -176,9 +176,8 @@ def _world_problem(config: Config) -> str:
         line = f"{_product(config)} GPUs, but the trainer has {world} ({trains})"
     else:
         line = f"{spelled(config, alone[0])} does not divide the {world} GPUs of the trainer ({trains})"
-    return (
-        f"{line}; use {listed(remedies or ['the sizes that rlpost plan RECIPE --suggest lists'])}"
-    )
+    sizes = f"the sizes that {extensions.command('plan RECIPE --suggest')} lists"
+    return f"{line}; use {listed(remedies or [sizes])}"
 
 
 def _gpus_for(config: Config, size: int) -> list[int]:

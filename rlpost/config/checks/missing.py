@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlpost.config.checks.functions import SETTINGS
 from rlpost.config.eval_sets import eval_sets
+from rlpost.config.extensions import command
 from rlpost.config.tree import Config
 from rlpost.config.wording import listed, near_path
 from rlpost.errors import ConfigError, suggestion
@@ -54,18 +55,18 @@ def missing_problems(config: Config, recipe: str | None) -> list[str]:
         elif folders & set(Path(path).parts):
             fetched.append(f"{name} {path}")
         elif name == "--hf-checkpoint" and Path(path).name.removesuffix(FOLDER) in folders:
-            verb = f"rlpost convert {near_path(recipe) if recipe else 'RECIPE'} --to fp8"
-            others.append(f"{name} {path}: no such {kind}; make it with {verb}")
+            verb = f"convert {near_path(recipe) if recipe else 'RECIPE'} --to fp8"
+            others.append(f"{name} {path}: no such {kind}; make it with {command(verb)}")
         else:
             others.append(f"{name} {path}: {_why(_file(path), kind)}{_of_a_hub(name, path)}")
-    command = f"rlpost fetch {near_path(recipe) if recipe else 'RECIPE'}"
+    verb = f"fetch {near_path(recipe) if recipe else 'RECIPE'}"
     if generated:
-        others = [f"{listed(generated, 'and')}: not made yet; run: {command}", *others]
+        others = [f"{listed(generated, 'and')}: not made yet; run: {command(verb)}", *others]
     if not fetched:
         return others
     if config.cluster.assets_dir is not None:
-        command += f" --assets-dir {config.cluster.assets_dir}"
-    return [f"{listed(fetched, 'and')}: not downloaded yet; run: {command}", *others]
+        verb += f" --assets-dir {config.cluster.assets_dir}"
+    return [f"{listed(fetched, 'and')}: not downloaded yet; run: {command(verb)}", *others]
 
 
 def has_folder(path: str) -> bool:
@@ -145,7 +146,9 @@ def _of_a_hub(name: str, path: str) -> str:
     here = os.path.relpath(path)
     if name != "--hf-checkpoint" or here.count("/") != 1 or here.startswith("."):
         return ""
-    return f" (for the repository {here} on the hub: rlpost fetch RECIPE --hub-models {here})"
+    return (
+        f" (for the repository {here} on the hub: {command(f'fetch RECIPE --hub-models {here}')})"
+    )
 
 
 def _file(source: str) -> str:

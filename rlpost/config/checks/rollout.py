@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from rlpost.config.eval_sets import name_problem
+from rlpost.config.extensions import command
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled
 from rlpost.errors import ConfigError
@@ -251,7 +252,8 @@ def debug_problems(config: Config) -> list[str]:
         )
     if debug.debug_eval_only and not debug.debug_rollout_only:
         problems.append(
-            "--debug-eval-only true starts no trainer; add --debug-rollout-only true, or use rlpost evaluate"
+            "--debug-eval-only true starts no trainer; add --debug-rollout-only true, or use "
+            + command("evaluate")
         )
     if debug.debug_eval_only and (
         config.eval.eval_interval is None or config.eval.skip_eval_before_train

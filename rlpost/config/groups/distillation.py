@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from rlpost.config.groups.base import Group, Positive, PositiveNumber
-from rlpost.config.slime_flags import TEACHER_IN_TRAINER
+from rlpost.config.other_flags import TEACHER_IN_TRAINER
 
 
 class DistillationConfig(Group):

@@ -18,4 +18,14 @@ EXTENSION = Extension(
     on_node=("rlpost.extensions.agents.sandbox.settings:check_node",),
     answers="rlpost.extensions.agents.answers:episode_answers",
     job="rlpost.extensions.agents.sandbox.jobs:SANDBOX_JOBS",
+    moved={
+        "rlpost.agents": "rlpost.extensions.agents",
+        **{
+            f"rlpost.config.keys.{name}": f"rlpost.extensions.agents.references.{name}"
+            for name in ("references", "resolve_references")
+        },
+        "rlpost.rollout.episode_results": "rlpost.extensions.agents.episode_results",
+        "rlpost.rollout.turns": "rlpost.extensions.agents.environments.turns",
+        "rlpost.observe.traces.EpisodeFile": "rlpost.extensions.agents.episode_file.EpisodeFile",
+    },
 )

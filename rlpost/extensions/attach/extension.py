@@ -11,4 +11,7 @@ EXTENSION = Extension(
         "exec": Verb(f"{_MODULE}:exec_main", "a command on every node of a run", after="attach"),
         "tunnel": Verb(f"{_MODULE}:tunnel_main", "the way to Ray's dashboard", after="exec"),
     },
+    moved={
+        "rlpost.cli.attach": "rlpost.extensions.attach.attach_verbs",
+    },
 )

@@ -11,4 +11,7 @@ EXTENSION = Extension(
             after="doctor",
         )
     },
+    moved={
+        "rlpost.cli.completion": "rlpost.extensions.completing.completion_verb",
+    },
 )

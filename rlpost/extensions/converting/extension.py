@@ -13,4 +13,11 @@ EXTENSION = Extension(
             after="rehearse",
         )
     },
+    moved={
+        **{
+            f"rlpost.cli.{name}": f"rlpost.extensions.converting.{name}"
+            for name in ("convert", "convert_job")
+        },
+        "rlpost.trainer.conversion": "rlpost.extensions.converting.conversion",
+    },
 )

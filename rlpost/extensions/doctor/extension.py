@@ -11,4 +11,7 @@ EXTENSION = Extension(
             after="compare",
         )
     },
+    moved={
+        "rlpost.cli.image_doctor": "rlpost.extensions.doctor.image_job",
+    },
 )

@@ -12,4 +12,11 @@ EXTENSION = Extension(
             after="fleet",
         )
     },
+    moved={
+        "rlpost.cli.evaluate": "rlpost.extensions.evaluating.evaluate_verb",
+        **{
+            f"rlpost.observe.evaluation_answers.{name}": f"rlpost.extensions.evaluating.set_results.{name}"
+            for name in ("Estimate", "SetResult", "estimate", "read_results", "result_of")
+        },
+    },
 )

@@ -12,4 +12,12 @@ EXTENSION = Extension(
             after="plan",
         )
     },
+    moved={
+        "rlpost.cli.fetch": "rlpost.extensions.fetching.fetch_verb",
+        **{
+            f"rlpost.cli.{name}": f"rlpost.extensions.fetching.{name}"
+            for name in ("arithmetic_data", "assets", "tiny_model", "tiny_squares")
+        },
+        "rlpost.assets": "rlpost.extensions.fetching.assets",
+    },
 )

@@ -19,5 +19,15 @@ EXTENSION = Extension(
     job="rlpost.extensions.fleet.job_part:FLEET_JOBS",
     joining_engines="rlpost.extensions.fleet.fleet_sync:fleet_engines",
     engine_agent="rlpost.extensions.fleet.agent:main",
-    gpu_use="rlpost.extensions.fleet.fleet_use:fleet_use",
+    moved={
+        "rlpost.cli.fleet": "rlpost.extensions.fleet.fleet_verb",
+        **{
+            f"rlpost.cli.{name}": f"rlpost.extensions.fleet.{name}"
+            for name in ("fleet_jobs", "fleet_view")
+        },
+        "rlpost.config.checks.fleet": "rlpost.extensions.fleet.fleet_checks",
+        "rlpost.config.groups.fleet": "rlpost.extensions.fleet.fleet_table",
+        "rlpost.driver.fleet": "rlpost.extensions.fleet",
+        "rlpost.engines.fleet": "rlpost.extensions.fleet",
+    },
 )

@@ -30,12 +30,11 @@ from rlpost.extensions.fleet.fleet_checks import (
 )
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
 from rlpost.extensions.fleet.fleet_table import FleetConfig
-from rlpost.extensions.fleet.fleet_view import EngineView, arrays_of, views
+from rlpost.extensions.fleet.fleet_view import EngineView, views
 from rlpost.models.config_file import read_config
-from slurm.arrays import FleetSpec, task_name
-from slurm.client import cancel
+from slurm.arrays import FleetSpec, engine_tasks
 from slurm.errors import UnknownJobError
-from slurm.job_id import cluster_of, number_of, on_cluster
+from slurm.job_id import cluster_of, number_of
 from slurm.queue import queue
 from slurm.sbatch_options import words_of_engines
 from slurm.submissions import explain
@@ -164,29 +163,6 @@ def submit_engines(spec: FleetSpec, run: RunFolder) -> str:
     return submit_fleet(spec, run, without_keys(os.environ), cluster=cluster)
 
 
-def stop_engines(run: RunFolder) -> int:
-    """End all engine jobs of a run that is not resumed; return the number of arrays.
-
-    Raises JobError.
-    """
-    settle(run)
-    folders = fleet_folders(run)
-    if not folders:
-        return 0
-    # First: a task that is being requeued then exits without a cancellation.
-    for folder in folders:
-        folder.order(stop=True)
-    arrays = {
-        on_cluster(entry.job_id.partition("_")[0], cluster_of(entry.job_id))
-        for folder in folders
-        for entry in queue(_tasks(run, folder.group)).values()
-        if not entry.is_over
-    }
-    for array in sorted(arrays):
-        cancel(array)
-    return len(arrays)
-
-
 def fleet_folders(run: RunFolder) -> list[FleetFolder]:
     """Return the fleets of a run that exist, the policy's first."""
     prefix = fleet_name("")
@@ -199,10 +175,5 @@ def fleet_views(run: RunFolder, group: str = POLICY) -> list[EngineView]:
     """Return a view of each engine: one query to Slurm, and the files of the fleet."""
     settle(run)
     folder = FleetFolder(run.root, group)
-    jobs = queue(_tasks(run, group))
+    jobs = queue(engine_tasks(run.ledger.read(), group))
     return views(jobs, folder.engines(), folder.lease(), folder.orders(), run.ledger.read())
-
-
-def _tasks(run: RunFolder, group: str) -> list[str]:
-    arrays = arrays_of(run.ledger.read(), group)
-    return [task_name(job, task) for job, number in arrays.items() for task in range(number)]

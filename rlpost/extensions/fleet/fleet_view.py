@@ -6,13 +6,13 @@ and a table.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.fleet_name import POLICY
+from common.fleet_name import last_served
 from common.ledger import Entry
 from rlpost.cli.terminal import aligned
-from rlpost.extensions.fleet.fleet_use import used_of
 from rlpost.extensions.fleet.records import EngineRecord, EngineState, Lease, Orders
 from slurm.arrays import job_and_task
 from slurm.job_id import number_of
@@ -45,14 +45,13 @@ class EngineView:
     stays: bool = True
 
 
-def arrays_of(ledger: Sequence[Entry], group: str = POLICY) -> dict[str, int]:
-    """Return the engine jobs of a group: id of the array and its number of tasks."""
-    return {
-        str(entry["array"]): int(entry["engines"])
-        for entry in ledger
-        if entry.get("event") == "fleet" and "array" in entry and "engines" in entry
-        if entry.get("group", POLICY) == group
-    }
+def used_of(ledger: Sequence[Entry]) -> dict[str, float]:
+    """Return the seconds in which each engine served, summed over the attempts."""
+    total: dict[str, float] = defaultdict(float)
+    for entry in last_served(ledger):
+        for engine, seconds in entry["used"].items():
+            total[engine] += float(seconds)
+    return dict(total)
 
 
 def views(

@@ -64,10 +64,11 @@ class FleetJobs(JobPart):
             _submit(config, run, group, number, after=job_id)
 
     def cancel(self, run: RunFolder) -> None:
-        """End all engine jobs of a run."""
-        from rlpost.extensions.fleet.fleet_jobs import stop_engines
+        """Order all engines to stop: a task that is requeued then exits without a cancellation."""
+        from rlpost.extensions.fleet.fleet_jobs import fleet_folders
 
-        stop_engines(run)
+        for folder in fleet_folders(run):
+            folder.order(stop=True)
 
 
 FLEET_JOBS = FleetJobs()

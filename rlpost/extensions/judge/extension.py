@@ -18,4 +18,7 @@ EXTENSION = Extension(
             after="journal",
         )
     },
+    moved={
+        "rlpost.tasks.judge": "rlpost.extensions.judge",
+    },
 )

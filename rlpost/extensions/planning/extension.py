@@ -15,4 +15,23 @@ EXTENSION = Extension(
             after="check",
         )
     },
+    moved={
+        "rlpost.cli.plan": "rlpost.extensions.planning.plan_verb",
+        **{
+            f"rlpost.config.plan.{name}": f"rlpost.extensions.planning.{name}"
+            for name in (
+                "activations",
+                "adapters",
+                "engine_memory",
+                "estimate",
+                "nccl_memory",
+                "planned_slices",
+                "rank_memory",
+                "save_interval",
+                "shortages",
+                "update_weights",
+            )
+        },
+        "rlpost.observe.earlier_runs": "rlpost.extensions.planning.earlier_runs",
+    },
 )

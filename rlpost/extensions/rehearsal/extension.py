@@ -13,4 +13,7 @@ EXTENSION = Extension(
         )
     },
     rehearsal="rlpost.extensions.rehearsal.command:rehearse_before_submission",
+    moved={
+        "rlpost.rehearsal": "rlpost.extensions.rehearsal.all_ranks",
+    },
 )

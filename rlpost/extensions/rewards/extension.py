@@ -28,4 +28,28 @@ EXTENSION = Extension(
         "ifeval": TextReward(f"{_PACKAGE}.ifeval:ifeval", isolated=True, label_keys=None),
         "random": TextReward(f"{_PACKAGE}.toss:toss", label_keys=None),
     },
+    moved={
+        **{
+            f"rlpost.reward.{name}": f"rlpost.extensions.rewards.{name}"
+            for name in ("dapo", "deepscaler", "f1", "gpqa", "gsm8k", "ifeval", "mathverify")
+        },
+        **{
+            f"rlpost.tasks.reward.{name}": f"rlpost.extensions.rewards.{name}"
+            for name in (
+                "dapo",
+                "deepscaler",
+                "f1",
+                "gpqa",
+                "gsm8k",
+                "ifeval",
+                "mathverify",
+                "answer_form",
+            )
+        },
+        **{
+            f"rlpost.tasks.reward.answer_extraction.{name}": f"rlpost.extensions.rewards.answer_form.{name}"
+            for name in ("answer_after_thinking", "has_box")
+        },
+        "rlpost.tasks.reward.registry.toss": "rlpost.extensions.rewards.toss.toss",
+    },
 )

@@ -12,4 +12,7 @@ EXTENSION = Extension(
             after="submit",
         )
     },
+    moved={
+        "rlpost.cli.sweep": "rlpost.extensions.sweep.sweep_verb",
+    },
 )

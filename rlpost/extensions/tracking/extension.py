@@ -13,4 +13,11 @@ EXTENSION = Extension(
             check="rlpost.extensions.tracking.wandb:check_key",
         ),
     },
+    moved={
+        **{
+            f"rlpost.observe.{name}": f"rlpost.extensions.tracking.{name}"
+            for name in ("prometheus", "wandb")
+        },
+        "rlpost.observe.mirrors.TensorBoardWriter": "rlpost.extensions.tracking.tensorboard.TensorBoardWriter",
+    },
 )

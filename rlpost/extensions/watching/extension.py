@@ -38,4 +38,34 @@ EXTENSION = Extension(
     },
     follow="rlpost.extensions.watching.follow:follow",
     report="rlpost.extensions.watching.report.write:write_report",
+    moved={
+        **{
+            f"rlpost.cli.{name}": f"rlpost.extensions.watching.{name}"
+            for name in (
+                "field_types",
+                "follow",
+                "log_lines",
+                "run_status",
+                "startup_notes",
+                "watch",
+            )
+        },
+        "rlpost.cli.journal": "rlpost.extensions.watching.journal_verb",
+        "rlpost.cli.list": "rlpost.extensions.watching.list_verb",
+        "rlpost.cli.logs": "rlpost.extensions.watching.logs_verb",
+        "rlpost.cli.status": "rlpost.extensions.watching.status_verb",
+        "rlpost.cli.compare": "rlpost.extensions.watching.report.compare_verb",
+        "rlpost.cli.report": "rlpost.extensions.watching.report.report_verb",
+        "rlpost.observe.fleet_use": "rlpost.extensions.watching.joined_use",
+        "rlpost.observe.report.fleet_use": "rlpost.extensions.watching.joined_use",
+        **{
+            f"rlpost.observe.{name}": f"rlpost.extensions.watching.{name}"
+            for name in ("joined_use", "report")
+        },
+        **{
+            f"rlpost.observe.report.{name}": f"rlpost.extensions.watching.{name}"
+            for name in ("goodput", "gpu_layout", "series", "timeline")
+        },
+        "rlpost.observe.traces": "rlpost.extensions.watching.report.episodes",
+    },
 )

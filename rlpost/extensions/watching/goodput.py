@@ -27,9 +27,9 @@ from common.fleet_name import POLICY
 from common.ledger import Entry
 from common.units import duration_text
 from rlpost.extensions.watching.gpu_layout import GpuLayout
+from rlpost.extensions.watching.joined_use import JoinedUse, joined_use
 from rlpost.extensions.watching.pace import finite, is_timed
 from rlpost.extensions.watching.timeline import COMES_BACK, without_jumps_back
-from rlpost.observe.joined_use import JoinedUse, joined_use
 
 Use = Literal[
     "trained",

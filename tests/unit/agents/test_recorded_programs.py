@@ -3,7 +3,7 @@
 A request for a title before them is beside the task.
 ``recorded.jsonl`` holds the bodies in their order, with long texts shortened, names of folders and
 ids of sessions replaced, and ``_NAME_`` in the ids of the episode's calls (``python -m
-tools.agent_programs --record FILE`` writes such lines).
+tests.agent_programs --record FILE`` writes such lines).
 """
 
 from __future__ import annotations

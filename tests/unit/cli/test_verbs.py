@@ -20,7 +20,7 @@ from bootstrap.agent.verdict import AttemptVerdict, write_verdict
 from common.exit_codes import EXIT_PREEMPTED
 from common.run_folder import RunFolder, create_run_folder
 from rlpost.cli import control, outcome, runs, stack_check
-from rlpost.cli.main import OTHER_NAMES, main, verbs
+from rlpost.cli.main import OF_EXTENSIONS, OTHER_NAMES, main, verbs
 from rlpost.cli.runs import RUNS_DIR, find_run, job_ids
 from rlpost.cli.secret_file import load_keys, secrets_path, store_keys
 from rlpost.cli.stack_check import StackCheck
@@ -338,7 +338,8 @@ def test_a_library_that_is_missing_is_one_line_and_a_fault_of_our_own_is_not(mon
 
 
 def test_a_verb_of_another_tool_is_answered_by_the_one_of_here(capsys):
-    for verb, remedy in OTHER_NAMES.items():
+    of_extensions = {verb: f"rlpost {words}" for verb, words in OF_EXTENSIONS.items()}
+    for verb, remedy in {**OTHER_NAMES, **of_extensions}.items():
         assert main([verb, "x"]) == 2 and verb not in verbs()
         assert f"use {remedy}" in capsys.readouterr().err
         first, second = remedy.split()[:2]

@@ -14,8 +14,8 @@ from rlpost.config.load import load
 from rlpost.config.megatron_options import option_names
 from rlpost.config.model_arguments import NAMES
 from rlpost.config.server_arg_values import server_arg_table
-from rlpost.config.slime_flags import LACKING
 from rlpost.errors import ConfigError
+from rlpost.extensions.slime.flags import LACKING
 from tools.pages.slime_flags import slime_flags
 
 ONLY_CHECKED = {"rollout_function_path", "eval_function_path", "wandb_mode", "opd_type"}
@@ -26,7 +26,7 @@ NO_USE = (
     "config/checks/",
     "compat/",
     "config/signatures.py",
-    "config/slime_flags.py",
+    "extensions/slime/flags.py",
     "durable/result_settings.py",
     "durable/journal.py",
 )

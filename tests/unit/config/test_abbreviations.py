@@ -9,7 +9,7 @@ import pytest
 from rlpost.config import flags, megatron_options, pass_through
 from rlpost.config.load import load
 from rlpost.config.model_arguments import NAMES
-from rlpost.config.slime_flags import ABBREVIATIONS, DERIVED, REMOVED
+from rlpost.config.other_flags import ABBREVIATIONS, DERIVED, REMOVED
 from rlpost.errors import ConfigError
 
 OF_COMMANDS = {"--run-folder", "--sglang-mem-fraction-static"}

@@ -5,16 +5,18 @@ import errno
 import pytest
 
 from common.run_folder import RunFolder
+from rlpost.cli import control
 from rlpost.cli.check import _make_jobs
 from rlpost.cli.control import cancel_main
+from rlpost.config import extensions
 from rlpost.config.load import load
 from rlpost.errors import ConfigError
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
 from rlpost.extensions.fleet.fleet_jobs import engine_settings
-from rlpost.extensions.fleet.fleet_view import arrays_of
 from rlpost.extensions.fleet.job_part import FleetJobs
 from rlpost.extensions.watching.report.write import write_report
 from rlpost.submit import main
+from slurm.arrays import engine_tasks
 from tests.unit.slurm.stand_ins import fleet_commands
 
 ASKED = ("--engines", "3", "--engine-partition", "preempt", "--engine-time", "60")
@@ -43,7 +45,7 @@ def submit(project, *more):
 
 def test_engine_jobs_are_submitted_with_the_run_and_start_after_it(project, slurm, capsys):
     run = submit(project)
-    assert arrays_of(run.ledger.read()) == {"71": 3}
+    assert engine_tasks(run.ledger.read()) == ["71_0", "71_1", "71_2"]
     script = (run.root / "fleet/job.sbatch").read_text()
     assert "#SBATCH --array=0-2\n#SBATCH --dependency=after:70\n" in script
     assert "--partition=preempt" in script and "--time=60 " in script
@@ -89,13 +91,13 @@ def test_a_resumed_run_submits_the_engines_that_are_missing(project, slurm):
     submit(project)
     slurm[1].write_text("70|COMPLETED|1:00|N/A||None\n71_0|RUNNING|1:00|N/A|n1|None\n")
     run = submit(project, "--resume")
-    assert arrays_of(run.ledger.read()) == {"71": 3, "73": 2}
+    assert engine_tasks(run.ledger.read()) == ["71_0", "71_1", "71_2", "73_0", "73_1"]
 
 
 def test_a_run_whose_engines_are_refused_is_submitted_all_the_same(project, slurm, capsys):
     (project / "refuses").write_text("")
     run = submit(project)
-    assert not arrays_of(run.ledger.read())
+    assert not engine_tasks(run.ledger.read())
     error = capsys.readouterr().err
     assert "3 engine jobs of its fleet were not submitted" in error and "--engines 3" in error
 
@@ -118,6 +120,24 @@ def test_cancelling_a_run_ends_its_engine_jobs(project, slurm):
     assert ">cancelled<" in run.report_page.read_text(), "no other process writes it again"
     assert slurm[0].read_text().splitlines()[2:] == ["scancel 70", "scancel 71"]
     assert FleetFolder(run.root).orders().stop
+
+
+def test_engine_jobs_of_a_run_end_without_the_extension_that_submitted_them(
+    project, slurm, monkeypatch
+):
+    run = submit(project)
+    run.ledger.append("fleet", array="72;gpu", engines=1, group="judge")
+    slurm[1].write_text(
+        "70_4|RUNNING|1|N/A|n1|None\n71_1|PENDING|1|N/A||None\n72_0|RUNNING|1|N/A||None\n"
+    )
+    monkeypatch.setattr(extensions, "extensions", lambda: ())
+    monkeypatch.setattr(
+        control, "job_ids", lambda run: ["70_4"]
+    )  # sbatch --array: 70_5 is another run
+    monkeypatch.setattr(control, "newest_job", lambda run: "70_4")
+    assert cancel_main([str(run.root)]) == 0
+    commands = slurm[0].read_text().splitlines()[2:]
+    assert commands == ["scancel 70_4", "scancel 71", "scancel --clusters=gpu 72"]
 
 
 def test_a_run_is_not_cancelled_while_slurm_does_not_answer(project, slurm):

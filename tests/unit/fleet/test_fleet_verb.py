@@ -8,11 +8,11 @@ from rlpost.config.load import dump, load
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
-from rlpost.extensions.fleet.fleet_jobs import stop_engines
-from rlpost.extensions.fleet.fleet_use import used_of
 from rlpost.extensions.fleet.fleet_verb import fleet_spec, main
-from rlpost.extensions.fleet.fleet_view import arrays_of, surplus, table, views
+from rlpost.extensions.fleet.fleet_view import surplus, table, used_of, views
+from rlpost.extensions.fleet.job_part import FLEET_JOBS
 from rlpost.extensions.fleet.records import EngineRecord, EngineState, Lease, Orders
+from slurm.arrays import engine_tasks
 from slurm.queue import QueueEntry
 from slurm.states import JobState
 from tests.unit.slurm.stand_ins import fleet_commands
@@ -81,7 +81,7 @@ def test_submitting_makes_the_secret_and_a_line_in_the_ledger(run, slurm, capsys
     FleetFolder(run.root)
     assert call(run, "--engines", "2") == 0
     assert len(FleetFolder(run.root).secret()) == 64
-    assert arrays_of(run.ledger.read()) == {"70": 2}
+    assert engine_tasks(run.ledger.read()) == ["70_0", "70_1"]
     assert slurm[0].read_text() == "sbatch 0\n", "a key reached Slurm"
     assert FleetFolder(run.root).secret() not in (run.root / "fleet/job.sbatch").read_text()
     assert "submitted 70: 2 engines" in capsys.readouterr().out
@@ -112,8 +112,8 @@ def test_engines_join_the_group_that_is_named(with_judge, slurm, capsys):
     assert "--num-gpus 2 --group judge" in script and f"{run.root}/fleet-judge/logs/" in script
     call(run, "--group", "judge", "--engines", "2")
     assert (run.root / "fleet-judge/job.sbatch").exists() and not (run.root / "fleet").exists()
-    assert arrays_of(run.ledger.read()) == {}
-    assert arrays_of(run.ledger.read(), "judge") == {"70": 2}
+    assert engine_tasks(run.ledger.read(), "policy") == []
+    assert engine_tasks(run.ledger.read(), "judge") == ["70_0", "70_1"]
     slurm[1].write_text("70_0|RUNNING|1:00|N/A|n1|None\n70_1|PENDING|1:00|N/A||Priority\n")
     capsys.readouterr()
     call(run)
@@ -122,7 +122,8 @@ def test_engines_join_the_group_that_is_named(with_judge, slurm, capsys):
     assert FleetFolder(run.root, "judge").orders() == Orders(drain=("70_1",))
     call(run, "--drain", "70_0")  # as the table without a group names it
     assert FleetFolder(run.root, "judge").orders() == Orders(drain=("70_1", "70_0"))
-    assert stop_engines(run) == 1 and FleetFolder(run.root, "judge").orders().stop
+    FLEET_JOBS.cancel(run)
+    assert FleetFolder(run.root, "judge").orders().stop
 
 
 def test_a_group_without_a_fleet_is_named(with_judge):

@@ -134,7 +134,9 @@ def test_a_job_that_appears_later_is_cancelled_by_its_file(
     """The controller was busy: sbatch got no answer, and its request is executed afterwards."""
     run = new_run(slurm)
     answer(slurm, "a lost answer")
-    with pytest.raises(UnknownJobError, match=r"may be queued .*; rlpost status .* looks it up"):
+    with pytest.raises(
+        UnknownJobError, match=r"may be queued .*; the next rlpost command for .* looks it up"
+    ):
         submit(spec_of(run), run, home=run.root, where="slurm")
     with pytest.raises(ConfigError, match=r"had no answer, and its job .* try again in 1"):
         cancel_main([str(run.root)])

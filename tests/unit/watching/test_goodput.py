@@ -5,10 +5,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from rlpost.config import extensions
 from rlpost.config.load import dump, load
-from rlpost.extensions.fleet.fleet_use import fleet_use
 from rlpost.extensions.watching.goodput import goodput
 from rlpost.extensions.watching.gpu_layout import GpuLayout
+from rlpost.extensions.watching.joined_use import joined_use
 from rlpost.extensions.watching.timeline import timeline, without_jumps_back
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -300,9 +301,13 @@ def fleet(at_s, attempt, served_s, **allocated):
 
 @pytest.mark.parametrize(("is_synchronous", "idle"), [(False, 0.0), (True, 0.25)])
 def test_the_gpu_time_of_a_fleet_is_allocated_and_what_serves_counts_as_an_engine(
-    is_synchronous, idle
+    is_synchronous, idle, monkeypatch
 ):
-    """Ten steps of 90 s; two engines of two GPUs that had 1,000 s and 200 s, and served 500 s."""
+    """Ten steps of 90 s; two engines of two GPUs that had 1,000 s and 200 s, and served 500 s.
+
+    The ledger says it, also where the extension that submitted the engines is not installed.
+    """
+    monkeypatch.setattr(extensions, "extensions", lambda: ())
     events = ledger(
         *attempt(0, 0, step=0, ready_s=100),
         fleet(400, "0", 100.0, **{"7_0": 500.0}),
@@ -329,9 +334,9 @@ def test_the_meter_of_an_engine_may_begin_again_and_attempts_add_up():
         fleet(1, "0", 80.0, **{"7_0": 300.0}),
         fleet(2, "1", 20.0, **{"7_0": 40.0}),
     )
-    use = fleet_use(events)["policy"]
+    use = joined_use(events)["policy"]
     assert (use.allocated_gpu_s, use.served_gpu_s) == (340.0, 200.0)
-    assert fleet_use([]) == {}
+    assert joined_use([]) == {}
 
 
 def test_engines_of_groups_are_busy_or_wait_and_those_of_a_fleet_serve_or_not():

@@ -127,34 +127,34 @@ class Browser:
         os.close(ours[0])
         os.close(theirs[1])
         try:
-            target = self._ask("Target.createTarget", url="about:blank")["targetId"]
-            attached = self._ask("Target.attachToTarget", targetId=target, flatten=True)
+            target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+            attached = self.ask("Target.attachToTarget", targetId=target, flatten=True)
             self._session = attached["sessionId"]
             size = {"width": side, "height": side, "deviceScaleFactor": 1, "mobile": False}
-            self._ask("Emulation.setDeviceMetricsOverride", **size)
+            self.ask("Emulation.setDeviceMetricsOverride", **size)
         except BaseException:
             self.close()
             raise
 
     def show(self, html: str) -> None:
         """Load a page."""
-        tree = self._ask("Page.getFrameTree")["frameTree"]
-        self._ask("Page.setDocumentContent", frameId=tree["frame"]["id"], html=html)
+        tree = self.ask("Page.getFrameTree")["frameTree"]
+        self.ask("Page.setDocumentContent", frameId=tree["frame"]["id"], html=html)
 
     def click(self, x: int, y: int) -> None:
         """Press and release the mouse at a place, in pixels."""
         button = {"x": x, "y": y, "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
-            self._ask("Input.dispatchMouseEvent", type=kind, **button)
+            self.ask("Input.dispatchMouseEvent", type=kind, **button)
 
     def title(self) -> str:
         """Return the title of the page."""
-        result = self._ask("Runtime.evaluate", expression="document.title", returnByValue=True)
+        result = self.ask("Runtime.evaluate", expression="document.title", returnByValue=True)
         return str(result["result"].get("value", ""))
 
     def screenshot(self) -> bytes:
         """Return the page as a PNG file."""
-        return base64.b64decode(self._ask("Page.captureScreenshot", format="png")["data"])
+        return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:
         """End the browser, if it has not ended by itself. Further calls do nothing."""
@@ -164,7 +164,7 @@ class Browser:
         self._in.close()
         self._profile.cleanup()
 
-    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
@@ -174,14 +174,14 @@ class Browser:
             self._out.write(json.dumps(message).encode() + b"\0")
         except OSError as error:
             raise GradingLost(f"the browser ended: {error}") from error
-        while (answer := self._next()).get("id") != self._number:
+        while (answer := self.next_message()).get("id") != self._number:
             pass
         if "error" in answer:
             raise GradingLost(f"the browser refuses {method}: {answer['error']}")
         result: dict[str, Any] = answer["result"]
         return result
 
-    def _next(self) -> dict[str, Any]:
+    def next_message(self) -> dict[str, Any]:
         """Return the next message: an answer or an event."""
         while b"\0" not in self._unread:
             ready = wait([self._in.fileno()], DEADLINE_S)

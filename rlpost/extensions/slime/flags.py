@@ -1,12 +1,15 @@
-"""Flags of slime and of other programs that rlpost does not have, and their replacements. Pure.
+"""Flags of slime and Megatron-LM that rlpost does not have, and what to use instead. Pure.
+
 A sentence that begins with "remove it: " is the reason why the flag has no effect here; a command
 line with it is accepted with that note. All other flags of slime at 624b824 (21 August 2026) are
 settings here, or options that are passed through to SGLang and Megatron-core. A test compares the
-list of slime's flags with both. ``ABBREVIATIONS`` has names of Megatron-LM, SGLang, vLLM, verl, TRL
-and of papers; none is an option of Megatron-core, which would be passed through (a test checks that).
+list of slime's flags with both.
 """
 
 from __future__ import annotations
+
+from rlpost.config.other_flags import TEACHER, TEACHER_IN_TRAINER
+from rlpost.extensions.slime.megatron_flags import ACCEPTED, REFUSED
 
 _ALWAYS = "remove it: rlpost always does this"
 _NO_HOOK = "rlpost calls no user code at this point"
@@ -17,22 +20,12 @@ _OF_ITS_TESTS = "it belongs to slime's own tests"
 _DEEPGEMM = (
     "use --fp8 with --fp8-recipe; engines generate in FP8 with an --hf-checkpoint in FP8 blocks"
 )
-CRITIC_LAYOUT = (
-    "the ranks of the policy train the critic too, with its layout and micro-batches; leave it out"
-)
-_TEACHER = (
-    "a teacher runs on engines, not in the trainer: use --opd-teacher-engines, or --opd-teacher-url"
-)
-TEACHER_IN_TRAINER = (
-    f"{_TEACHER}; a torch_dist folder is made one of Hugging Face by `rlpost convert`, and "
-    "--rollout-temperature must be 1"
-)
 
 LACKING: dict[str, str] = {
     "allgather-cp": "context parallelism here always balances causal attention over the ranks",
     "balance-by-flops": "use --balance-data, which counts attention as well",
     "check-weight-update-equal": "every engine's version is checked after each update; "
-    "for equal tensors see `rlpost doctor`",
+    "for equal tensors see `rlpost doctor`, where installed",
     "ci-disable-kl-checker": f"{_OF_ITS_TESTS}; here --guard-initial-kl stops a run",
     "ci-load-grad-norm": _OF_ITS_TESTS,
     "ci-save-grad-norm": f"{_OF_ITS_TESTS}; train/grad_norm is in metrics.jsonl",
@@ -84,7 +77,7 @@ LACKING: dict[str, str] = {
     "min-batch-collection-ratio": _SERVICE,
     "model-name": "remove it: the family is that of config.json in --hf-checkpoint",
     "offload": "use --offload-train --offload-rollout",
-    "opd-teacher-ckpt-step": f"{_TEACHER}; convert its checkpoint first (`rlpost convert`)",
+    "opd-teacher-ckpt-step": f"{TEACHER}; convert its checkpoint first (`rlpost convert`, where installed)",
     "opd-teacher-load": TEACHER_IN_TRAINER,
     "padded-vocab-size": "remove it: the vocabulary is padded for --tensor-model-parallel-size",
     "prefill-num-servers": "rlpost starts engines that prefill and decode; "
@@ -133,112 +126,20 @@ LACKING: dict[str, str] = {
 }
 """Name without leading dashes -> a sentence that follows "no such flag; "."""
 
-
-_NAMES = {
-    "--advantage-estimator": "adv-estimator algo algorithm",
-    "--container-image": "image",
-    "--container-mounts": "mounts",
-    "--context-parallel-size": "cp cp-size",
-    "--entropy-coef": "entropy",
-    "--eps-clip": "clip clip-eps",
-    "--expert-model-parallel-size": "ep ep-size",
-    "--expert-tensor-parallel-size": "etp",
-    "--rollout-batch-size": "batch-size bs bsz",
-    "--global-batch-size": "batch-size bs bsz gbs",
-    "--hf-checkpoint": "checkpoint ckpt",
-    "--kl-loss-coef": "beta kl kl-beta",
-    "--lr": "learning-rate",
-    "--lr-warmup-iters": "warmup",
-    "--rollout-max-response-len": "max-len max-new-tokens max-response-len max-tokens",
-    "--max-tokens-per-gpu": "max-tokens",
-    "--micro-batch-size": "mbs",
-    "--n-samples-per-prompt": "group-size n n-samples num-generations",
-    "--nodes": "num-nodes",
-    "--num-gpus-per-node": "gpus gpus-per-node num-gpus",
-    "--num-layers-per-virtual-pipeline-stage": "vpp",
-    "--num-rollout": "num-steps steps",
-    "--pipeline-model-parallel-size": "pp pp-size",
-    "--prompt-data": "data dataset prompts",
-    "--ref-load": "ref ref-model",
-    "--rm-type": "reward rm",
-    "--rollout-temperature": "temp temperature",
-    "--rollout-top-k": "top-k",
-    "--rollout-top-p": "top-p",
-    "--run-folder": "output-dir",
-    "--runs-dir": "output-dir",
-    "--save": "checkpoint ckpt",
-    "--sglang-mem-fraction-static": "mem-fraction mem-fraction-static",
-    "--tensor-model-parallel-size": "tp tp-size",
-    "--use-wandb": "wandb",
-    "--weight-decay": "wd",
-}
-"""Flag -> its names in other programs, without leading dashes."""
-
-
-def _flags_by_name() -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for flag, names in _NAMES.items():
-        for name in names.split():
-            found[name] = (*found.get(name, ()), flag)
-    return found
-
-
-ABBREVIATIONS = _flags_by_name()
-"""Name without leading dashes -> the flags that it may mean, the more likely one first."""
-
-_DERIVED = (
-    "the data-parallel size is what --tensor-model-parallel-size, --pipeline-model-parallel-size and "
-    "--context-parallel-size leave of the GPUs that train (--actor-num-nodes x --actor-num-gpus-per-node)"
-)
-DERIVED = {"dp": _DERIVED, "dp-size": _DERIVED, "data-parallel-size": _DERIVED}
-"""Names of values that are derived from settings, and how."""
-
-
-REMOVED = {
-    "scale-down": (
-        "rlpost rehearse RECIPE runs a step of every rank without GPUs, and rlpost submit tiny trains "
-        "on this machine"
-    ),
-    "router-policy": (
-        "there is no router: the driver sends each request to the engine that it chooses"
-    ),
-    "loss-unit": "all samples of an answer always count as one answer, in baseline, loss and metrics",
-    "critic-num-nodes": CRITIC_LAYOUT,
-    "critic-num-gpus-per-node": CRITIC_LAYOUT,
-    "critic-own-gpus": CRITIC_LAYOUT,
-    "critic-tensor-model-parallel-size": CRITIC_LAYOUT,
-    "critic-pipeline-model-parallel-size": CRITIC_LAYOUT,
-    "critic-context-parallel-size": CRITIC_LAYOUT,
-    "critic-expert-model-parallel-size": CRITIC_LAYOUT,
-    "critic-max-tokens-per-gpu": CRITIC_LAYOUT,
-    "critic-micro-batch-size": CRITIC_LAYOUT,
-    "opd-teacher-hf-checkpoint": TEACHER_IN_TRAINER,
-    "otlp-endpoint": "use --trace-steps, which writes traces of all processes to RUN/traces",
-}
-"""Flags of versions before this one, and what to use instead."""
-
 REMOVE = "remove it: "
-"""How ``LACKING`` marks a flag of slime that needs no replacement."""
+"""How ``LACKING`` marks a flag that needs no replacement."""
 
 
 def without_effect(name: str) -> str | None:
-    """Return why a flag of slime, without dashes, changes nothing here; None for others."""
+    """Return why a flag, without dashes, changes nothing here; None for others."""
     text = LACKING.get(name, "")
-    return text.removeprefix(REMOVE) if text.startswith(REMOVE) else None
+    return text.removeprefix(REMOVE) if text.startswith(REMOVE) else ACCEPTED.get(name)
 
 
-def meant(word: str) -> str | None:
-    """Return an error with the flag to use instead of ``--tp``, ``-n`` or a flag of slime.
-
-    None for a name that no setting has.
-    """
+def answer_to(word: str) -> str | None:
+    """Return an error for a flag of one of them, with what to use instead; None for other words."""
     name = word.lstrip("-").replace("_", "-").lower()
-    if name in DERIVED:
-        return f"{word}: no such flag; {DERIVED[name]}"
-    if name in ABBREVIATIONS:
-        return f"{word}: no such flag; use {' or '.join(ABBREVIATIONS[name])}"
-    if name in REMOVED:
-        return f"{word}: rlpost 0.2 had this flag; {REMOVED[name]}"
-    if name in LACKING:
-        return f"{word}: a flag of slime that rlpost does not have; {LACKING[name]}"
+    for program, table in (("slime", LACKING), ("Megatron-LM", REFUSED)):
+        if name in table:
+            return f"{word}: a flag of {program} that rlpost does not have; {table[name]}"
     return None

@@ -1,7 +1,7 @@
 """Make the pictures of docs/seeing.md. Needs chromium.
 
-python -m tools.make_screenshots RUN         of a run: terminal, report on desktop and phone
-python -m tools.make_screenshots --examples  of runs that it makes up: 200 attempts, an early failure
+python -m tests.make_screenshots RUN         of a run: terminal, report on desktop and phone
+python -m tests.make_screenshots --examples  of runs that it makes up: 200 attempts, an early failure
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
     if program is None:
         print("no browser here; tools/install_system.sh installs chromium")
         return 2
-    with tempfile.TemporaryDirectory() as folder, Browser(program, Path(folder)) as browser:
+    with tempfile.TemporaryDirectory() as folder, Browser(program) as browser:
         if EXAMPLES not in words:
             draw(browser, run, VIEWS)
             return 0

@@ -1,6 +1,6 @@
 """Run agents of npm against the gateway: settings, trajectories, trained tokens.
 
-    python -m tools.agent_programs [--only NAME ...] [--record FILE] [--folder .venv-programs]
+    python -m tests.agent_programs [--only NAME ...] [--record FILE] [--folder .venv-programs]
 
 ``make test-programs``. Installs the programs with npm, and runs each with its own settings in an
 empty folder. The policy is scripted: a call of the program's tool for commands, a second one, an

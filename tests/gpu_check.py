@@ -1,7 +1,7 @@
-"""Run the checks that need a GPU, and print an answer for each: ``python -m tools.gpu_check``.
+"""Run the checks that need a GPU, and print an answer for each: ``python -m tests.gpu_check``.
 
 A check is a file of tests/gpu. This module starts pytest, and is a plug-in of it (``-p
-tools.gpu_check``) that runs each file in a separate process with a time limit, because a kernel fault
+tests.gpu_check``) that runs each file in a separate process with a time limit, because a kernel fault
 destroys the CUDA context of its process. The summary has a sentence for each test function, with the
 figures that it recorded (``record_property("figure", ...)``) or the reason; results.json has the same
 and the facts of the machine, to paste into an issue. A check that lacks memory, time, packages or a
@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from tools.predicted import compared_table
+from tests.predicted import compared_table
 
 ROOT = Path(__file__).parents[1]
 FILES = {path.stem.removeprefix("test_"): path for path in ROOT.glob("tests/gpu/test_*.py")}
@@ -75,7 +75,7 @@ REMEDY = "on a machine with a GPU: make install, then make test-gpu; --on-cpu tr
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu_check", description=__doc__.splitlines()[0]
+        prog="python -m tests.gpu_check", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=sorted(FILES), metavar="CHECK", help=", ".join(sorted(FILES)))
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words.append(f"--gpu-minutes={options.minutes - spent_s / 60:.2f}")
     names = options.only or [name for name in ORDER if name not in left_out]
     files = [str(FILES[name]) for name in names]
-    return int(pytest.main([*files, "-p", "tools.gpu_check", "-p", "no:cacheprovider", *words]))
+    return int(pytest.main([*files, "-p", "tests.gpu_check", "-p", "no:cacheprovider", *words]))
 
 
 # --- the plug-in
@@ -206,7 +206,7 @@ class Files:
     def _run(self, path: Path, items: Sequence[str]) -> str:
         """Run the items of a file, and keep their reports; return how the process ended."""
         name = path.stem.removeprefix("test_")
-        remedy = f"--minutes {self._minutes:g} are over: python -m tools.gpu_check --only {name}"
+        remedy = f"--minutes {self._minutes:g} are over: python -m tests.gpu_check --only {name}"
         left_s = self._deadline - time.monotonic()
         limit_s = min(self._config.getoption("--gpu-limit-s"), left_s)
         if left_s < SHORTEST_S:
@@ -215,7 +215,7 @@ class Files:
         log, reports = self._folder / f"{path.stem}.log", self._folder / f"{path.stem}.jsonl"
         reports.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *items, f"--rootdir={self._config.rootpath}"]
-        command += ["-q", "-p", "tools.gpu_check", "-p", "no:cacheprovider"]
+        command += ["-q", "-p", "tests.gpu_check", "-p", "no:cacheprovider"]
         processes = min(PROCESSES.get(name, 1), (os.cpu_count() or 1) // 2)
         if processes > 1 and version("pytest-xdist"):
             command += ["-n", str(processes)]
