@@ -5,9 +5,11 @@ those are plainly wrong, ours differ, and the case says so.
 """
 
 import time
+from pathlib import Path
 
 import pytest
 
+import rlpost.extensions.rewards.deepscaler as deepscaler_module
 from rlpost.extensions.rewards.dapo import dapo, normalized, same_number
 from rlpost.extensions.rewards.deepscaler import answer_equals, deepscaler, plain_form
 from rlpost.extensions.rewards.mathverify import math
@@ -199,6 +201,32 @@ def test_dapo_grades_the_last_answer_line_as_1_or_minus_1(
     response: str, label: str | None, reward: int
 ) -> None:
     assert dapo(response, label, {}) == reward
+
+
+@pytest.mark.parametrize("label", [r"\frac{1}{2}", "0.35", r"\sqrt{2}"])
+@pytest.mark.parametrize("function", ["re", "im", "frac"])
+def test_no_answer_runs_code(tmp_path: Path, function: str, label: str) -> None:
+    """sympy's parser calls ``eval``, and sympy evaluates what is in a string with all builtins."""
+    code = f"__import__('pathlib').Path({str(tmp_path / 'it_ran')!r}).touch()"
+    spelled = "".join(f"\\{ord(letter):03o}" for letter in code)  # no letters to count
+    groups = "{" * 3000 + "}" * 3000  # the parser of LaTeX gives up, and leaves the text as it is
+    assert deepscaler(f"</think>\\boxed{{{function}('{spelled}'){groups}}}", label, {}) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["'1'", "e.e", "(1).e", "1 .e", "e_e", "[1]", "e[1]", "{1}", "1;e", "e:1", "e@e", "`e`", "\\1"],
+)
+def test_only_arithmetic_reaches_the_parser_of_sympy(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def refuse(text: str) -> object:
+        raise AssertionError(text)
+
+    monkeypatch.setattr(deepscaler_module, "_simplified", refuse)
+    for pair in ((text, "1/2"), ("1/2", text)):
+        assert not deepscaler_module._difference_is_zero(*pair)
 
 
 def test_dapo_is_fast_on_hostile_input() -> None:
