@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A request with its input, the files of its images, and its answer that was not read."""
+    """A request with its input, the files of its images, and its answer that its client lost."""
 
     request: ChatRequest
     plan: RequestPlan
@@ -200,14 +200,21 @@ class OpenEpisode:
         self._refuse_ended()
         async with self._changing:
             size = request_images.work_size(request)
-            planned = await run_aside(lambda: self._plan(request), num_bytes=size)
+            planned = await run_aside(
+                lambda: self._plan(request, is_repeated=is_repeated), num_bytes=size
+            )
             plan = planned.plan
             self._conversation.hold(plan)
         try:
-            if is_repeated and planned.repeated is not None:
+            if planned.repeated is not None:
                 await self._before_recording(before_recording, planned.repeated, request)
                 return planned.repeated
             return await self._answer(planned, on_begin, before_recording)
+        except BaseException as error:  # cancelled if the client disconnects
+            is_final = isinstance(error, BadRequest) and error.status == 400
+            if not is_final:  # clients ask again
+                self._unread.add_failed(plan.node, planned.request)
+            raise
         finally:
             self._conversation.release(plan)
 
@@ -313,12 +320,13 @@ class OpenEpisode:
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-    def _plan(self, request: ChatRequest) -> _Planned:
-        """Return a request with its input, and its answer that was not read. Raises BadRequest."""
+    def _plan(self, request: ChatRequest, *, is_repeated: bool) -> _Planned:
+        """Return a request with its input, and its answer that was lost. Raises BadRequest."""
         request, files = self._with_images(request)
         plan = self._render(request, self._conversation.plan)
         self._unread.forget_continued(plan.node)
-        return _Planned(request, plan, files, self._unread.lost(plan.node, request))
+        lost = self._unread.lost(plan.node, request) if is_repeated else None
+        return _Planned(request, plan, files, lost)
 
     def _with_images(self, request: ChatRequest) -> tuple[ChatRequest, tuple[bytes, ...]]:
         """Return a request with decoded images, and their files. Raises BadRequest."""
