@@ -96,7 +96,7 @@ def bare(answer: str) -> str:
     while before != answer:
         before = answer
         answer = _INTRODUCTION.sub("", answer.strip()).strip()
-        if answer.endswith(".") and not answer.endswith(("..", ".m.")):
+        if answer.endswith((".", "\u3002")) and not answer.endswith(("..", ".m.")):
             answer = answer[:-1].rstrip()
         for start, end in _DELIMITERS:
             inner = answer[len(start) : -len(end)]

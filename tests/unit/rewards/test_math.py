@@ -194,6 +194,7 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
             "42",
             -1,
         ),
+        ("Answer\uff1a42\u3002", "42", 1),  # the colon and full stop of Chinese and Japanese
         ("Answer: 42", None, -1),
     ],
 )
