@@ -6,9 +6,8 @@ and a label (an integer in that data set). Output: 1 or -1.
 Both are normalized as in Minerva (arXiv 2206.14858, appendix D.1), and only the end of a response
 is read. The results are those of DAPO's own grader (arXiv 2503.14476; ``math_dapo`` in verl and
 slime), with these differences: bold type and a final dot do not matter, the colon may be
-full-width, alternatives are wrong, a
-label with leading zeros equals itself, and a label that is not an integer is no error; fractions
-are compared by value.
+full-width, alternatives are wrong, a label with leading zeros equals itself, and a label that is
+not an integer is no error; fractions are compared by value.
 """
 
 from __future__ import annotations
