@@ -200,15 +200,15 @@ def _same_part(wanted: str, given: str) -> bool:
     return _difference_is_zero(wanted, given)
 
 
-def _difference_is_zero(wanted: str, given: str) -> bool:
+def _difference_is_zero(truth: str, answer: str) -> bool:
     """Whether sympy simplifies the difference of two expressions to 0.
 
     sympy's parser runs its input with Python's ``eval``, and what is in a string once more with
     all builtins; so only text of numbers, letters, operators and parentheses reaches it.
     """
-    if _CODE.search(wanted) or _CODE.search(given):
+    if _CODE.search(truth) or _CODE.search(answer):
         return False
-    text = f"({wanted})-({given})"
+    text = f"({truth})-({answer})"
     letters = {
         letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()
     }

@@ -177,14 +177,14 @@ def _chosen(text: str, letters: Sequence[str]) -> str | None:
         return NONE
     denied = {match.start(match.lastindex or 0) for match in _DENIED.finditer(text)}
     for pattern in (_NAMED, _CALLED_CORRECT, _OPTION, _ALONE):
-        found = [
+        matches = [
             letter
             for letter in pattern.finditer(text)
             if letter[1].upper() in letters and letter.start(1) not in denied
         ]
-        if found:
-            is_alternative = _is_alternative(text, found[-1].start(1), letters)
-            return NONE if is_alternative else found[-1][1].upper()
+        if matches:
+            is_alternative = _is_alternative(text, matches[-1].start(1), letters)
+            return NONE if is_alternative else matches[-1][1].upper()
     return None
 
 
