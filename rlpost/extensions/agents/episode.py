@@ -24,7 +24,7 @@ from rlpost.engines.connection import Connection, Halted
 from rlpost.errors import DataError, RolloutError
 from rlpost.extensions.agents import request_images
 from rlpost.extensions.agents.aside import run_aside
-from rlpost.extensions.agents.chat_messages import BadRequest, Message, Tool
+from rlpost.extensions.agents.chat_messages import BadRequest, Message, Tool, halted, over
 from rlpost.extensions.agents.chat_template import TooLong
 from rlpost.extensions.agents.conversation import (
     FIRST,
@@ -200,9 +200,7 @@ class OpenEpisode:
         self._refuse_ended()
         async with self._changing:
             size = request_images.work_size(request)
-            planned = await run_aside(
-                lambda: self._plan(request, is_repeated=is_repeated), num_bytes=size
-            )
+            planned = await run_aside(lambda: self._plan(request, is_repeated), num_bytes=size)
             plan = planned.plan
             self._conversation.hold(plan)
         try:
@@ -211,9 +209,7 @@ class OpenEpisode:
                 return planned.repeated
             return await self._answer(planned, on_begin, before_recording)
         except BaseException as error:  # cancelled if the client disconnects
-            is_final = isinstance(error, BadRequest) and error.status == 400
-            if not is_final:  # clients ask again
-                self._unread.add_failed(plan.node, planned.request)
+            self._unread.add_failed(plan.node, planned.request, error)
             raise
         finally:
             self._conversation.release(plan)
@@ -278,7 +274,7 @@ class OpenEpisode:
         answers: Sequence[WrittenAnswer],
     ) -> None:
         if self.is_closed:
-            raise _closed()
+            raise over()
         if plan.cause not in ("", FIRST):
             self._policy.log_once(f"an episode begins another trajectory: {plan.cause}")
         with self._lock:
@@ -304,9 +300,9 @@ class OpenEpisode:
 
     def _refuse_ended(self) -> None:
         if self.is_closed:
-            raise _closed()
+            raise over()
         if self.halted:
-            raise _halted()
+            raise halted()
 
     def check_size(self, num_bytes: int, *, may_have_images: bool = False) -> None:
         """Raise BadRequest if the body of a request is too large to be parsed.
@@ -320,7 +316,7 @@ class OpenEpisode:
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-    def _plan(self, request: ChatRequest, *, is_repeated: bool) -> _Planned:
+    def _plan(self, request: ChatRequest, is_repeated: bool) -> _Planned:
         """Return a request with its input, and its answer that was lost. Raises BadRequest."""
         request, files = self._with_images(request)
         plan = self._render(request, self._conversation.plan)
@@ -472,7 +468,7 @@ class OpenEpisode:
 
         async def run_tracked() -> T:
             if self.is_closed:
-                raise _closed()
+                raise over()
             task = asyncio.ensure_future(work())
             self._running.add(task)
             try:
@@ -490,19 +486,11 @@ class OpenEpisode:
             )
         except Halted as error:
             self._was_halted = True
-            raise _halted() from error
+            raise halted() from error
         except RolloutError as error:
             self.error = self.error or error
             raise
         except asyncio.CancelledError:
             if self.is_closed:
-                raise _closed() from None
+                raise over() from None
             raise
-
-
-def _closed() -> BadRequest:
-    return BadRequest("the episode is over", status=401, code="invalid_api_key")
-
-
-def _halted() -> BadRequest:
-    return BadRequest("generation is halted", status=503, code="rollout_halted")

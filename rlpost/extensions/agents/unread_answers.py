@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.conversation import MessageNode
 from rlpost.extensions.agents.requests import ChatRequest, Completion
 from rlpost.extensions.agents.written_answer import WrittenAnswer
@@ -42,8 +43,15 @@ class UnreadAnswers:
         """Remember a completion; ``after`` is the last message of its request."""
         self._unread[completion.number] = _Unread(request, after, completion, nodes)
 
-    def add_failed(self, node: MessageNode, request: ChatRequest) -> None:
-        """Remember that a request got no answer; ``node`` is its last message."""
+    def add_failed(
+        self, node: MessageNode, request: ChatRequest, error: BaseException | None = None
+    ) -> None:
+        """Remember that a request got no answer; ``node`` is its last message.
+
+        ``error``: of the request; clients repeat none that is refused with 400.
+        """
+        if isinstance(error, BadRequest) and error.status == 400:
+            return
         failed = self._failed.setdefault(node, [])
         if len(failed) < MAX_FAILED:
             failed.append(replace(request, messages=()))
