@@ -141,13 +141,14 @@ def split_reasoning(text: str, *, opens_thinking: bool = False) -> tuple[str, st
 def _qwen_call(text: str, tools: Tools) -> ParsedCall | None:
     """Parse ``{"name": ..., "arguments": {...}}``; None if it is malformed.
 
-    The arguments may be JSON text, as in OpenAI's messages.
+    The arguments may be JSON text, as in OpenAI's messages. As in SGLang's parser, the policy may call
+    them ``parameters``, the word of the tool's schema; a call without them would run the tool with none.
     """
     try:
         call = loads_strict(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
-        arguments = call.get("arguments", {})
+        arguments = call.get("parameters") or call.get("arguments", {})
         if isinstance(arguments, str):
             arguments = loads_strict(arguments)
     except ValueError:

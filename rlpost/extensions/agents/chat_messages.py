@@ -48,6 +48,16 @@ def constrains_sampling(what: str, param: str, *, remedy: str) -> BadRequest:
     )
 
 
+def over() -> BadRequest:
+    """Return the refusal of a request to an episode that is closed."""
+    return BadRequest("the episode is over", status=401, code="invalid_api_key")
+
+
+def halted() -> BadRequest:
+    """Return the refusal of a request while generation is halted."""
+    return BadRequest("generation is halted", status=503, code="rollout_halted")
+
+
 class ToolFunction(TypedDict, total=False):
     """A function that the model may call; ``parameters`` is a JSON schema of an object."""
 

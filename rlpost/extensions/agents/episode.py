@@ -24,7 +24,7 @@ from rlpost.engines.connection import Connection, Halted
 from rlpost.errors import DataError, RolloutError
 from rlpost.extensions.agents import request_images
 from rlpost.extensions.agents.aside import run_aside
-from rlpost.extensions.agents.chat_messages import BadRequest, Message, Tool
+from rlpost.extensions.agents.chat_messages import BadRequest, Message, Tool, halted, over
 from rlpost.extensions.agents.chat_template import TooLong
 from rlpost.extensions.agents.conversation import (
     FIRST,
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A request with its input, the files of its images, and its answer that was not read."""
+    """A request with its input, the files of its images, and its answer that its client lost."""
 
     request: ChatRequest
     plan: RequestPlan
@@ -200,14 +200,17 @@ class OpenEpisode:
         self._refuse_ended()
         async with self._changing:
             size = request_images.work_size(request)
-            planned = await run_aside(lambda: self._plan(request), num_bytes=size)
+            planned = await run_aside(lambda: self._plan(request, is_repeated), num_bytes=size)
             plan = planned.plan
             self._conversation.hold(plan)
         try:
-            if is_repeated and planned.repeated is not None:
+            if planned.repeated is not None:
                 await self._before_recording(before_recording, planned.repeated, request)
                 return planned.repeated
             return await self._answer(planned, on_begin, before_recording)
+        except BaseException as error:  # cancelled if the client disconnects
+            self._unread.add_failed(plan.node, planned.request, error)
+            raise
         finally:
             self._conversation.release(plan)
 
@@ -271,7 +274,7 @@ class OpenEpisode:
         answers: Sequence[WrittenAnswer],
     ) -> None:
         if self.is_closed:
-            raise _closed()
+            raise over()
         if plan.cause not in ("", FIRST):
             self._policy.log_once(f"an episode begins another trajectory: {plan.cause}")
         with self._lock:
@@ -297,9 +300,9 @@ class OpenEpisode:
 
     def _refuse_ended(self) -> None:
         if self.is_closed:
-            raise _closed()
+            raise over()
         if self.halted:
-            raise _halted()
+            raise halted()
 
     def check_size(self, num_bytes: int, *, may_have_images: bool = False) -> None:
         """Raise BadRequest if the body of a request is too large to be parsed.
@@ -313,12 +316,13 @@ class OpenEpisode:
         if num_bytes > most:
             raise self._too_long(f"the body has {num_bytes} bytes, more than {most}", longest)
 
-    def _plan(self, request: ChatRequest) -> _Planned:
-        """Return a request with its input, and its answer that was not read. Raises BadRequest."""
+    def _plan(self, request: ChatRequest, is_repeated: bool) -> _Planned:
+        """Return a request with its input, and its answer that was lost. Raises BadRequest."""
         request, files = self._with_images(request)
         plan = self._render(request, self._conversation.plan)
         self._unread.forget_continued(plan.node)
-        return _Planned(request, plan, files, self._unread.lost(plan.node, request))
+        lost = self._unread.lost(plan.node, request) if is_repeated else None
+        return _Planned(request, plan, files, lost)
 
     def _with_images(self, request: ChatRequest) -> tuple[ChatRequest, tuple[bytes, ...]]:
         """Return a request with decoded images, and their files. Raises BadRequest."""
@@ -464,7 +468,7 @@ class OpenEpisode:
 
         async def run_tracked() -> T:
             if self.is_closed:
-                raise _closed()
+                raise over()
             task = asyncio.ensure_future(work())
             self._running.add(task)
             try:
@@ -482,19 +486,11 @@ class OpenEpisode:
             )
         except Halted as error:
             self._was_halted = True
-            raise _halted() from error
+            raise halted() from error
         except RolloutError as error:
             self.error = self.error or error
             raise
         except asyncio.CancelledError:
             if self.is_closed:
-                raise _closed() from None
+                raise over() from None
             raise
-
-
-def _closed() -> BadRequest:
-    return BadRequest("the episode is over", status=401, code="invalid_api_key")
-
-
-def _halted() -> BadRequest:
-    return BadRequest("generation is halted", status=503, code="rollout_halted")

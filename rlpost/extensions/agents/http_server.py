@@ -298,7 +298,11 @@ class _Routes:
 
     def _headers(self, asked: ChatRequest) -> dict[str, str]:
         for field in set(asked.overridden) - self._seen_overridden:
-            logger.info("a harness sets %s; the policy samples with the run's value", field)
+            logger.info(
+                "a harness sets %s without effect: the policy samples with the run's parameters and "
+                "reads all messages",
+                field,
+            )
             self._seen_overridden.add(field)
         for kind in set(asked.dropped_tools) - self._seen_dropped:
             logger.warning(

@@ -31,13 +31,17 @@ _ANY_API = frozenset(
     {
         *("model", "stream", "user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "cache_control", "cache_salt", "extra_key"),
-        *("rid", "request_id", "session_id", "priority", "betas", "context_management"),
+        *("rid", "request_id", "session_id", "priority", "betas"),
         *("client_metadata", "diagnostics", "usage", "inference_geo", "prediction"),
     }
 )
 """Accounting, caches and scheduling; they do not change an answer."""
 _THINKING = frozenset({"reasoning_effort", "reasoning", "verbosity", "thinking", "output_config"})
 """How much to think and to write; the header names them as without effect."""
+_CONTEXT = "context_management"
+"""Asks a server to shorten the conversation: Anthropic's edits, OpenAI's compaction. The policy reads
+what was sent, so the header names it as without effect.
+"""
 _CONSTRAINTS = (
     *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "stop_regex", "bad_words"),
     *("regex", "ebnf", "json_schema", "structured_outputs", "custom_logit_processor"),
@@ -98,6 +102,14 @@ def server_tool(tool: object) -> str | None:
     return next((each for each in _SERVER_TOOLS if str(kind).startswith(each)), None)
 
 
+def shortens_context(given: object) -> bool:
+    """Whether ``context_management`` asks for more than to keep everything, as Claude Code does."""
+    edits = given.get("edits", given) if isinstance(given, Mapping) else given
+    if not isinstance(edits, list):
+        return bool(edits)
+    return not all(isinstance(each, Mapping) and each.get("keep") == "all" for each in edits)
+
+
 @dataclass(frozen=True)
 class Fields:
     """The fields of one API that its reader reads."""
@@ -112,7 +124,7 @@ class Fields:
         """
         fields = {field: value for field, value in body.items() if value is not None}
         for field, value in fields.items():
-            if field in self.read or field in _SAMPLING | _ANY_API | _THINKING:
+            if field in self.read or field in _SAMPLING | _ANY_API | _THINKING | {_CONTEXT}:
                 continue
             if value == [] or value == {}:
                 continue
@@ -127,7 +139,10 @@ class Fields:
                     f"{remedy}",
                     param=field,
                 )
-        return tuple(sorted(fields.keys() & (_SAMPLING | _THINKING)))
+        ignored = fields.keys() & (_SAMPLING | _THINKING)
+        if shortens_context(fields.get(_CONTEXT)):
+            ignored.add(_CONTEXT)
+        return tuple(sorted(ignored))
 
 
 CHAT = Fields(

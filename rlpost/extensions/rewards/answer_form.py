@@ -38,11 +38,21 @@ _ALTERNATIVES = re.compile(
 
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textit)\s*\{([^{}]*)\}")
 _BASE = re.compile(r"_\{?(\d+)\}?\s*$")
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff"
+)
+"""Ranges of scripts whose words touch numbers and Latin letters: Thai, Lao, Burmese, Khmer, Kana,
+Han, Hangul."""
+_TOUCHING = re.compile(
+    rf"(?<=[0-9A-Za-z.%!])(?=[{UNSPACED}])|(?<=[{UNSPACED}])(?=[-\u2212+$\\]?[0-9A-Za-z.])"
+)
+_OR = re.compile("或者|或是|或|または|หรือ|또는|혹은")
+_FULL_WIDTH = {code: code - 0xFF01 + ord("!") for code in range(0xFF01, 0xFF5F)}
 _PLAIN_UNIT = re.compile(
     r"^((?:\\?\$)?-?[\d.,]*\d)\s+(?!(?:hundred|thousand|[a-z]+illion|dozen|percent|factorial|squared|cubed)\b)"
-    r"([a-z]{2,}(?: [a-z]{2,}){0,2})$"
+    rf"([a-z]{{2,}}(?: [a-z]{{2,}}){{0,2}}|(?![十百千万萬亿億半])[{UNSPACED}]{{1,4}})$"
 )
-_WORD = re.compile(r"[a-z]+|\d+")
+_WORD = re.compile(rf"[a-z]+|\d+|[{UNSPACED}]+")
 _UNCOUNTED = {"square", "sq", "cubic", "unit", "of", "the", "a", "an", "per", "in"}
 _NEGATIONS = {"not", "no", "non", "never"}
 _LONG_UNITS = {
@@ -51,6 +61,16 @@ _LONG_UNITS = {
     "ft": "foot", "feet": "foot", "inche": "inch", "deg": "degree", "metre": "meter",
     "centimetre": "centimeter", "kilometre": "kilometer",
 }  # fmt: skip
+
+
+def with_word_boundaries(text: str) -> str:
+    r"""Return a text in which numbers and Latin letters are words of their own in every script.
+
+    Python's ``\w`` and ``\b`` take Han, Kana, Hangul and Thai for letters of the same word, so nothing
+    would find the 42 of ``共42元``; a space is put between both. Full-width characters become ASCII,
+    and words for "or" English, so that alternatives are found.
+    """
+    return _OR.sub(" or ", _TOUCHING.sub(" ", text.translate(_FULL_WIDTH)))
 
 
 def answer_after_thinking(response: str) -> str:
@@ -76,7 +96,7 @@ def bare(answer: str) -> str:
     while before != answer:
         before = answer
         answer = _INTRODUCTION.sub("", answer.strip()).strip()
-        if answer.endswith(".") and not answer.endswith(("..", ".m.")):
+        if answer.endswith((".", "\u3002")) and not answer.endswith(("..", ".m.")):
             answer = answer[:-1].rstrip()
         for start, end in _DELIMITERS:
             inner = answer[len(start) : -len(end)]

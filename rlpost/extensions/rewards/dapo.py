@@ -5,9 +5,9 @@ and a label (an integer in that data set). Output: 1 or -1.
 
 Both are normalized as in Minerva (arXiv 2206.14858, appendix D.1), and only the end of a response
 is read. The results are those of DAPO's own grader (arXiv 2503.14476; ``math_dapo`` in verl and
-slime), with these differences: bold type and a final dot do not matter, alternatives are wrong, a
-label with leading zeros equals itself, and a label that is not an integer is no error; fractions
-are compared by value.
+slime), with these differences: bold type and a final dot do not matter, the colon may be
+full-width, alternatives are wrong, a label with leading zeros equals itself, and a label that is
+not an integer is no error; fractions are compared by value.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def graded_answer(response: str) -> str | None:
 
 
 def _last_answer(response: str) -> str | None:
-    answers: list[str] = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", response[-GRADED_CHARACTERS:])
+    answers: list[str] = re.findall(
+        r"(?i)Answer\s*[:\uff1a]\s*([^\n]+)", response[-GRADED_CHARACTERS:]
+    )
     return answers[-1] if answers else None
 
 

@@ -50,6 +50,9 @@ _UNIT_OF_TEXT = "\\text{ "  # with a space: the MATH data set has it only before
 _ENDS_TEXT = re.compile(r"^[^{}]*\}(?:\^\{?\d\}?)?\.?$")
 _THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=\D|$)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
+# Python code in a text that sympy would evaluate: strings, which it evaluates again, attributes,
+# names with _, brackets and braces.
+_CODE = re.compile(r"[^\w\s+\-*/^().,!=]|_|\.(?=[^\W\d])|(?<!\d)\.(?!\d)")
 _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 
 
@@ -197,8 +200,15 @@ def _same_part(wanted: str, given: str) -> bool:
     return _difference_is_zero(wanted, given)
 
 
-def _difference_is_zero(wanted: str, given: str) -> bool:
-    text = f"({wanted})-({given})"
+def _difference_is_zero(truth: str, answer: str) -> bool:
+    """Whether sympy simplifies the difference of two expressions to 0.
+
+    sympy's parser runs its input with Python's ``eval``, and what is in a string once more with
+    all builtins; so only text of numbers, letters, operators and parentheses reaches it.
+    """
+    if _CODE.search(truth) or _CODE.search(answer):
+        return False
+    text = f"({truth})-({answer})"
     letters = {
         letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()
     }

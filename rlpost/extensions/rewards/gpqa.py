@@ -10,6 +10,8 @@ The chosen letter is the last one of the first of these kinds that occurs:
     2. called correct: ``C is correct``
     3. named as an option or choice: ``option C``
     4. a single capital letter, except the words I and, at the start of a sentence, A
+
+A letter that is denied (``not A``, ``A is wrong``) is not chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlpost.errors import DataError
-from rlpost.extensions.rewards.answer_form import answer_after_thinking, has_box
+from rlpost.extensions.rewards.answer_form import (
+    UNSPACED,
+    answer_after_thinking,
+    has_box,
+    with_word_boundaries,
+)
 from rlpost.tasks.number_text import plain_text
 from rlpost.tasks.reward.answer_extraction import last_boxed
 
@@ -36,7 +43,8 @@ _COMMANDS = (
 )
 _IS = rf"\b{_AROUND}(?:(?i:is|would be|should be|must be)\b)?"
 _BEHIND = rf"{_AROUND}(?i:{_COMMANDS}){_CLEAR}"
-_NAMED = re.compile(rf"(?:\b(?i:answer){_IS}|\\boxed\b){_BEHIND}")
+_ANSWER = r"(?:答案|答え|정답|คำตอบ)\s?(?:是|为|為|は|은|는|คือ)?"
+_NAMED = re.compile(rf"(?:\b(?i:answer){_IS}|{_ANSWER}|\\boxed\b){_BEHIND}")
 _CALLED_CORRECT = re.compile(
     r"\b([A-Z])\b\W{0,4}\s{0,4}is\s{1,4}(?:the\s{1,4})?(?:correct|right)", re.IGNORECASE
 )
@@ -49,6 +57,13 @@ _ARTICLE = rf"(?:^|(?<=[.!?\n] )|(?<=\n))A (?!{_BEHIND_A_CHOICE})[a-z]"
 """``A short check`` at the start of a sentence."""
 _ALONE = re.compile(rf"\b(?!I['\u2019 ][a-z])(?!{_ARTICLE})([A-Z])\b")
 
+_DENIED = re.compile(
+    r"(?i:(?:\b(?:not|cannot\s+be|isn['\u2019]t|rather\s+than|instead\s+of)|不是|而非|并非)\s{0,3}"
+    r"(?:(?:the|option|choice|answer|letter)\s+){0,2})[*($]{0,4}([A-Z])\b(?!\s+(?:alone|only)\b)"
+    r"|\b([A-Z])\b[*)$.]{0,4}\s{0,3}(?i:(?:is|was|are|must\s+be|would\s+be)\s+"
+    r"(?:not\b|in(?:correct|valid)\b|wrong\b|false\b)|isn['\u2019]t\b|不对|错误|不正确|ではな)"
+)
+_WORD = re.compile(rf"(?:(?<!\w)-)?\d+(?:\.\d+)?|[{UNSPACED}]|(?:(?![{UNSPACED}])[^\W\d_])+")
 _LETTERS = re.compile("[A-Z]")
 _RIGHT = r"(?:\s+is\s+(?:the\s+)?(?:correct|right))?"
 _LETTER = r"(?<![A-Za-z\\])([A-Z])(?![A-Za-z])"
@@ -71,7 +86,7 @@ def gpqa(response: str, label: str | None, metadata: Mapping[str, object]) -> fl
     """
     choices = _listed(metadata, "choices")
     letters = _letters(metadata, choices)
-    text = answer_after_thinking(response)
+    text = with_word_boundaries(answer_after_thinking(response))
     right_letter, chosen_letter = _wanted(label, metadata, letters, choices), _chosen(text, letters)
     if right_letter is not None and chosen_letter is not None:
         return float(chosen_letter == right_letter)  # alternatives (NONE) differ from each letter
@@ -132,13 +147,26 @@ def _wanted(
     label = (label or "").strip()
     if label.strip("()").upper() in letters:
         return label.strip("()").upper()
-    plain_choices = [_plain(choice) for choice in choices]
-    if _plain(label) in plain_choices:
-        position = plain_choices.index(_plain(label))
+    position = _position(label, choices)
+    if position is not None:
         return letters[position] if position < len(letters) else None
     if label.isdecimal() and int(label) < len(letters):
         return letters[int(label)]
     return None
+
+
+def _position(label: str, choices: Sequence[str]) -> int | None:
+    """Return the position of the choice with this text, or None.
+
+    Choices that differ only in signs (``10^-4``, ``10^4``) have the same words, so words decide only
+    where one choice has them.
+    """
+    stripped = [choice.strip() for choice in choices]
+    if label in stripped:
+        return stripped.index(label)
+    words = _plain(label)
+    same = [place for place, choice in enumerate(choices) if words and _plain(choice) == words]
+    return same[0] if len(same) == 1 else None
 
 
 def _chosen(text: str, letters: Sequence[str]) -> str | None:
@@ -147,11 +175,16 @@ def _chosen(text: str, letters: Sequence[str]) -> str | None:
         return whole
     if has_box(text) and last_boxed(text) is None:
         return NONE
+    denied = {match.start(match.lastindex or 0) for match in _DENIED.finditer(text)}
     for pattern in (_NAMED, _CALLED_CORRECT, _OPTION, _ALONE):
-        found = [letter for letter in pattern.finditer(text) if letter[1].upper() in letters]
-        if found:
-            is_alternative = _is_alternative(text, found[-1].start(1), letters)
-            return NONE if is_alternative else found[-1][1].upper()
+        matches = [
+            letter
+            for letter in pattern.finditer(text)
+            if letter[1].upper() in letters and letter.start(1) not in denied
+        ]
+        if matches:
+            is_alternative = _is_alternative(text, matches[-1].start(1), letters)
+            return NONE if is_alternative else matches[-1][1].upper()
     return None
 
 
@@ -168,4 +201,8 @@ def _is_alternative(text: str, position: int, letters: Sequence[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    """Return the words and numbers of a text, separated by a space.
+
+    Numbers keep sign and decimal point. A letter of a script without spaces is a word.
+    """
+    return " ".join(_WORD.findall(with_word_boundaries(text).lower().replace("\u2212", "-")))

@@ -5,8 +5,9 @@ the data set (arXiv 2110.14168). Output: 1 or 0.
 
 The number of a response follows its last ``####``, else is in its last ``\boxed{}``, else is its
 last number. Alternatives (``3 or 4``, two numbers in a box) are no answer. Numbers are compared by
-value, without units and thousands separators. A quotient is one number (``41/42`` is not 42).
-Digits with commas at other places (``2,1259``) are not a number.
+value, without units and thousands separators. What is written as one number is one: a quotient
+(``41/42`` is not 42), a mixed number, a power, a number with an exponent (``1e5`` is not 1).
+Digits with commas or dots at other places (``2,1259``, ``1.234.567``) are not a number.
 """
 
 from __future__ import annotations
@@ -20,16 +21,31 @@ from rlpost.extensions.rewards.answer_form import (
     ends_in_alternatives,
     has_box,
     is_hedged,
+    with_word_boundaries,
 )
 from rlpost.tasks.reward.answer_extraction import last_boxed
 
 MARK = "####"
 MAX_NUMBER_LENGTH = 300  # characters
 
-# separators of digit groups in LaTeX: {,}  \,  ,\!  \!
-_GAP = re.compile(r"(\d)(?:\{,\}|\\,|,\\!|\\!)(?=\d)")
-_DECIMAL = r"-?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)"
+# separators of digit groups: in LaTeX {,}  \,  ,\!  \!  and narrow spaces and apostrophes
+_GAP = re.compile(
+    r"(\d)(?:(?:\{,\}|\\,|,\\!|\\!)(?=\d)|[\u00a0\u2009\u202f'\u2019](?=\d{3}(?!\d)))"
+)
+_DECIMAL = r"-?\$?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3})?(?!\.?\d)"
 _NUMBER = re.compile(rf"(?<![\w.])(?<!\d,){_DECIMAL}(?:\s*/\s*{_DECIMAL})*")
+# 2 \times 10^{3}, 10^3
+_TEN = re.compile(
+    r"(?<![\w.,])(?:(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|[x*\u00d7\u00b7])\s*)?10\s*\^\s*"
+    r"(?:\{\s*(-?\d{1,3})\s*\}|(-?\d{1,3}))(?![.,]?\d)"
+)
+_POWER = re.compile(
+    r"(?<![\w.,])(\d{1,3})\s*\^\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))(?![.,]?\d)", re.ASCII
+)
+_MIXED = re.compile(
+    r"(?<![\w.,/])(\d{1,9})(?:\s+(\d{1,9})/(\d{1,9})|\s*\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\})(?![\d.,/])",
+    re.ASCII,
+)
 _FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}")
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?")
 # of a unit: m^2, \text{ cm}^{2}
@@ -42,7 +58,7 @@ _DASH = re.compile("[\u2212\u2013]" + r"(?=\s*\$?\.?\d)")
 
 def gsm8k(response: str, label: str | None, metadata: Mapping[str, object]) -> float:
     """Return 1 if response and label end in the same number, else 0."""
-    text = answer_after_thinking(response)
+    text = with_word_boundaries(answer_after_thinking(response))
     if MARK in text:
         marked = text.rpartition(MARK)[2].strip().partition("\n")[0]
         given = None if ends_in_alternatives(marked) else _first(marked)
@@ -55,12 +71,13 @@ def gsm8k(response: str, label: str | None, metadata: Mapping[str, object]) -> f
 
 def number_in_box(answer: str, label: str | None, metadata: Mapping[str, object]) -> float:
     """Return 1 if the only number of an extracted answer is the label's, else 0."""
-    return _same(_only(answer), label)
+    return _same(_only(with_word_boundaries(answer)), label)
 
 
 def _same(given: Fraction | None, label: str | None) -> float:
     if given is None or label is None:
         return 0.0
+    label = with_word_boundaries(label)
     expected = _first(label.rpartition(MARK)[2]) if MARK in label else _last(label)
     return float(given == expected)
 
@@ -84,9 +101,30 @@ def _last(text: str) -> Fraction | None:
 def _numbers(text: str) -> list[str]:
     """Return the numbers of a text in order, with commas; a quotient of numbers is one number."""
     text = _DASH.sub("-", _GAP.sub(r"\1", text.replace("\\$", "$")))
-    text = _FRACTION.sub(r"\1/\2", _EXPONENT.sub(r"\1", text))
+    text = _EXPONENT.sub(r"\1", text)
+    text = _POWER.sub(_power, _TEN.sub(_power_of_ten, text))
+    text = _FRACTION.sub(r"\1/\2", _MIXED.sub(_improper, text))
     found = _NUMBER.findall(re.sub(r"(?:(?<=^)|(?<=[\s(=$:]))- (?=\$?\d)", "-", text))
     return [number for number in found if len(number) <= MAX_NUMBER_LENGTH]
+
+
+def _power_of_ten(found: re.Match[str]) -> str:
+    return f"{found[1] or 1}e{found[2] or found[3]}"
+
+
+def _power(found: re.Match[str]) -> str:
+    return str(int(found[1]) ** int(found[2] or found[3]))
+
+
+def _improper(found: re.Match[str]) -> str:
+    """Return a mixed number as one fraction: ``2 1/2`` is 5/2. Others are a product, or two numbers."""
+    whole, numerator, denominator = (
+        int(found[1]),
+        int(found[2] or found[4]),
+        int(found[3] or found[5]),
+    )
+    is_mixed = numerator < denominator
+    return f"{whole * denominator + numerator}/{denominator}" if is_mixed else found[0]
 
 
 def _value(number: str) -> Fraction | None:

@@ -17,6 +17,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Expr, Float
 
 from rlpost.extensions.rewards.answer_form import (
+    UNSPACED,
     answer_after_thinking,
     bare,
     contradicts,
@@ -25,6 +26,7 @@ from rlpost.extensions.rewards.answer_form import (
     is_hedged,
     is_single,
     unit_as_text,
+    with_word_boundaries,
 )
 from rlpost.tasks.reward.answer_extraction import braced, last_boxed
 
@@ -35,6 +37,8 @@ _PERCENT = re.compile(r"\\?%")
 _BOX_SPACE = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _END_IN_BOLD = re.compile(r"\*\*([^*\n]+)\*\*[\s.]*$")
 _MIXED = re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d./])")
+_SEVERAL = re.compile(rf"\d\s*[{UNSPACED}][^\d]*\d")
+"""``3小时30分``, of which the library would read the last number."""
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
 
 SMALL = 1e-5
@@ -56,6 +60,7 @@ def boxed_math(answer: str, label: str | None, metadata: Mapping[str, object]) -
 def _agree(text: str, label: str | None) -> float:
     if not label or not label.strip():
         return 0.0
+    text, label = with_word_boundaries(text), with_word_boundaries(label)
     text = _BOX_SPACE.sub(r"\\boxed", text)
     truth = last_boxed(label) if has_box(label) else label
     # several boxes are elements of one answer, or attempts of which the last counts
@@ -74,7 +79,7 @@ def _agree(text: str, label: str | None) -> float:
         answer = _notation(bare(answer))
         if _plain(answer) == _plain(label):
             return 1.0
-        if not (is_hedged(answer, label) or contradicts(answer, label)):
+        if not (is_hedged(answer, label) or contradicts(answer, label) or _SEVERAL.search(answer)):
             candidates.append(f"\\boxed{{{answer}}}")
     return float(any(_equal_as_any_percentage(label, _notation(each)) for each in candidates))
 

@@ -14,15 +14,25 @@ from tests.unit.agents.harness import TOOLS, Writer
 
 UNCLOSED = "<think>\nHm"
 KINDS = ("qwen", "glm")
+OTHER_SPELLINGS = {
+    "qwen": [
+        '<tool_call>\n{"name": "weather", "parameters": {"city": "Paris"}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "parameters": {}, "arguments": {"city": "a"}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "parameters": {"days": 1}, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather"}\n</tool_call>',
+    ],
+    "glm": [],
+}
+"""Of calls, beside the one that chat templates show."""
 
 Parsed = tuple[str, str, list[tuple[str, Any]]]
 """The reasoning, the content, and the name and arguments of each call."""
 
 
 def well_formed(kind: str) -> list[str]:
-    """Return 300 answers."""
+    """Return 300 answers, and those with other spellings."""
     writer = Writer(kind, random.Random(0), untidy=0.0)
-    return [writer() for _ in range(300)]
+    return [*OTHER_SPELLINGS[kind], *(writer() for _ in range(300))]
 
 
 def parsed_by_sglang(answers: dict[str, list[str]]) -> dict[str, list[Parsed]]:

@@ -166,3 +166,9 @@ def test_arguments_may_be_json_text_as_in_openais_messages() -> None:
     text = '<tool_call>{"name": "weather", "arguments": "{\\"city\\": 1}"}</tool_call>'
     (call,) = parse_answer(text, "qwen", TOOLS).calls
     assert call.arguments == '{"city": 1}'
+
+
+def test_arguments_may_be_named_by_the_word_of_the_schema() -> None:
+    text = '<tool_call>{"name": "weather", "parameters": {"city": "Paris"}}</tool_call>'
+    (call,) = parse_answer(text, "qwen", TOOLS).calls  # localharness#104: the tool ran with none
+    assert call.arguments == '{"city": "Paris"}'

@@ -215,12 +215,17 @@ def test_an_answer_is_scored_by_the_data_set_of_its_prompt(reasoning_gym: None) 
     text = environment.tasks[2].prompt_text
     assert text.endswith("44 spiders?\n\nWrite the final answer between <answer> and </answer>.")
     environment.reset(Prompt(0, text, (), metadata={"task": 2}))
-    for answer, reward in (("<answer>x</answer>", 1.0), ("x", 0.0), ("<answer>y</answer>", 0.0)):
+    thought = "<think>is it <answer>x</answer>?"
+    for answer, reward in (
+        *(("<answer>x</answer>", 1.0), ("x", 0.0), ("<answer>y</answer>", 0.0)),
+        *((thought, 0.0), (thought + "</think>No.", 0.0)),
+        ("<think><answer>y</answer>?</think><answer>x</answer>", 1.0),
+    ):
         step = environment.step(answer_of(answer))
         assert (step.reward, step.done) == (reward, True)
     whole = ReasoningGym("legs", size=3, tag=None)
     whole.reset(Prompt(0, text, (), metadata={"task": 2}))
-    assert whole.step(answer_of(" x\n")).reward == 1.0
+    assert whole.step(answer_of("<think>y?</think> x\n")).reward == 1.0
 
 
 def test_a_prompt_of_another_data_set_is_not_scored(reasoning_gym: None) -> None:

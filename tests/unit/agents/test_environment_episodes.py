@@ -158,6 +158,26 @@ def test_an_episode_ends_at_the_limit_of_its_turns() -> None:
     assert made.extra["num_turns"] == 3
 
 
+@pytest.mark.parametrize(
+    ("said", "done", "finish_reason"),
+    [("+" * 99, False, "length"), ("+" * 38, False, "length"), ("+" * 99, True, "stop")],
+)
+def test_an_episode_that_leaves_no_token_for_another_turn_is_truncated(
+    said: str, done: bool, finish_reason: str
+) -> None:
+    """OpenRLHF#1327, tinker-cookbook#506: the last turn ended by itself, the episode did not."""
+
+    class Talks:
+        def reset(self, prompt):
+            return None
+
+        def step(self, turn):
+            return Step(said, done=done)
+
+    (made,), _, (record,) = asyncio.run(play(Script("1", "2"), Talks))
+    assert (made.finish_reason, record["finish"]) == (finish_reason, [finish_reason])
+
+
 class Unlucky:
     """An environment that raises the given failures, one per episode."""
 

@@ -135,6 +135,14 @@ def test_actions_may_be_json_and_reset_may_have_arguments(url: str) -> None:
     assert said[1].text == '[{"total": 11}]' and said[1].done
 
 
+def test_a_thought_is_no_part_of_an_action(url: str) -> None:
+    thought = '<think>{"message": "9"} or "3"?'  # NeMo-Gym#2852: a reader that reads the thought
+    given = thought + '</think>{"message": "3"}'
+    _, none, right = asyncio.run(play(url, thought, given, action=None))
+    assert "no JSON object" in none.text and '"total": 3' in right.text
+    assert '"total": 3' in asyncio.run(play(url, "<think>4?</think>3"))[1].text
+
+
 def test_an_invalid_action_is_reported_to_the_model_and_the_session_continues(
     url: str,
 ) -> None:

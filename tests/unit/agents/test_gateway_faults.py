@@ -193,6 +193,33 @@ async def test_a_repeated_request_gets_the_answer_that_its_client_lost(folder: s
         assert episode.num_requests == 4
 
 
+@pytest.mark.parametrize("is_parallel", [False, True])
+async def test_a_client_that_got_no_answer_gets_none_of_another_client(
+    folder: str, is_parallel: bool
+) -> None:
+    """A harness that samples several answers to the same messages would have one of them twice."""
+    async with setup(folder, ["Fine.", "Rain.", "Snow."]) as made, await made.open() as episode:
+        body, repeated = {"messages": [USER]}, {REPEATED_HEADER: "1"}
+        if not is_parallel:
+            await made.post(episode, body)
+        made.engine.holds = asyncio.Event()
+        num_sent = len(made.engine.bodies) + 1 + is_parallel
+        posts = [asyncio.ensure_future(made.post(episode, body)) for _ in range(1 + is_parallel)]
+        while len(made.engine.bodies) < num_sent:
+            await asyncio.sleep(0.01)
+        posts[0].cancel()
+        await asyncio.wait(posts[:1])
+        while episode._num_in_flight > is_parallel:
+            await asyncio.sleep(0.01)
+        made.engine.holds.set()
+        await asyncio.wait(posts)
+        _, own = await made.post(episode, body, **repeated)
+        _, again = await made.post(episode, body, **repeated)  # this answer was lost
+        texts = [turn.text for each in episode.trajectories() for turn in each.turns]
+        contents = [each["choices"][0]["message"]["content"] for each in (own, again)]
+        assert len(set(texts)) == 2 and contents == [texts[-1]] * 2
+
+
 async def test_requests_that_wait_for_a_place_are_not_sent_after_their_episode_is_closed(
     folder: str,
 ) -> None:

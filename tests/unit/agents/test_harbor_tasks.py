@@ -759,7 +759,9 @@ def turn(text: str) -> Turn:
 def test_a_command_is_what_follows_the_last_mark():
     assert command_of(turn("I list them.\n<bash>\nls -l\n")) == "ls -l"
     assert command_of(turn("<bash>a</bash> then <bash>b</bash> and more")) == "b"
-    for text in ("done", "<bash>\n \n", "bash ls"):
+    assert command_of(turn("<think>no <bash> yet</think>\n<bash>ls")) == "ls"
+    assert command_of(turn("<think>I look.\n<bash>ls")) == "ls"  # where the turn stopped
+    for text in ("done", "<bash>\n \n", "bash ls", "<think>no <bash> needed</think>done"):
         assert command_of(turn(text)) is None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.extensions.agents import request_fields
 from rlpost.extensions.agents.chat_messages import BadRequest
 from rlpost.extensions.agents.requests import recall_nothing
 from rlpost.extensions.agents.responses_format import responses_request
@@ -140,6 +141,25 @@ async def test_the_requests_of_a_program_are_one_trajectory(
         texts = [turn.text for each in (*side, task) for turn in each.turns]
         assert (texts, len(task.turns)) == (list(answers), 3)
         check((*side, task), made.sampled)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "is_named"),
+    [
+        (request_fields.MESSAGES, {"edits": [{"type": "clear_tool_uses_20250919"}]}, True),
+        (request_fields.MESSAGES, {"edits": [{"type": "compact_20260112", "keep": 3}]}, True),
+        (request_fields.RESPONSES, [{"type": "compaction", "compact_threshold": 9}], True),
+        (request_fields.MESSAGES, {"strategy": "truncation"}, True),
+        (request_fields.MESSAGES, {"edits": [{"type": "clear_thinking", "keep": "all"}]}, False),
+        (request_fields.RESPONSES, [], False),
+    ],
+)
+def test_a_wish_to_shorten_the_conversation_is_named_as_without_effect(
+    fields: request_fields.Fields, given: object, is_named: bool
+) -> None:
+    """LiteLLM's proxy for Claude Code dropped it without a word (Exgentic/exgentic#99)."""
+    overridden = fields.check({"context_management": given})
+    assert overridden == ("context_management",) * is_named
 
 
 async def test_an_earlier_answer_is_continued_by_its_id_alone(folder: str) -> None:

@@ -51,6 +51,21 @@ def test_a_solution_is_right_for_exactly_the_problems_with_its_number() -> None:
         ("#### 2,1259", "1259", 0),
         ("21,25,125", "125", 0),
         ("eggs,18", "18", 1),
+        ("2 \u00d7 10^3", "3", 0),
+        (r"$2 \times 10^{3}$", "2000", 1),
+        (r"about $3.5 \cdot 10^{-2}$", "0.035", 1),
+        ("so 1e5", "1", 0),
+        ("so 1.5e3", "1500", 1),
+        ("2^3", "3", 0),
+        (r"\boxed{2^{3}}", "8", 1),
+        ("it takes 2 1/2 hours", "2.5", 1),
+        ("it takes 2 1/2 hours", "1/2", 0),
+        (r"\boxed{2\frac{1}{2}}", "5/2", 1),
+        (r"\boxed{2\frac{1}{2}}", "21/2", 0),
+        ("1.234.567", "1.234", 0),
+        ("1\u202f234 or so", "1234", 1),
+        ("1'234", "1234", 1),
+        ("3 或 4", "4", 0),  # 3 or 4
         ("1,234,567", "1234567", 1),
         ("<think>\nmaybe 18", "18", 0),
         ("<think>7</think> <think>it is 18", "18", 0),
@@ -61,3 +76,18 @@ def test_a_solution_is_right_for_exactly_the_problems_with_its_number() -> None:
 )
 def test_the_number_of_an_answer(response: str, label: str | None, reward: int) -> None:
     assert gsm8k(response, label, {}) == reward
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        *("答案是{}", "共{}元。", "答案\uff1a{}个"),  # Han
+        *("答えは{}です", "답은{}입니다"),  # Kana, Hangul
+        *("คำตอบคือ{}บาท", "eggs {} eggs"),  # Thai
+    ],
+)
+@pytest.mark.parametrize("number", ["42", "-5", "$1,234.5", "3/4", "\uff14\uff12"])
+def test_a_number_is_found_in_every_script(sentence: str, number: str) -> None:
+    label = {"\uff14\uff12": "42"}.get(number, number)
+    assert gsm8k(sentence.format(number), label, {}) == 1
+    assert gsm8k(sentence.format(number), f"{label}1", {}) == 0

@@ -5,9 +5,11 @@ those are plainly wrong, ours differ, and the case says so.
 """
 
 import time
+from pathlib import Path
 
 import pytest
 
+import rlpost.extensions.rewards.deepscaler as deepscaler_module
 from rlpost.extensions.rewards.dapo import dapo, normalized, same_number
 from rlpost.extensions.rewards.deepscaler import answer_equals, deepscaler, plain_form
 from rlpost.extensions.rewards.mathverify import math
@@ -192,6 +194,7 @@ def test_the_plain_form_of_the_math_data_set(answer: str, form: str) -> None:
             "42",
             -1,
         ),
+        ("Answer\uff1a42\u3002", "42", 1),  # the colon and full stop of Chinese and Japanese
         ("Answer: 42", None, -1),
     ],
 )
@@ -199,6 +202,31 @@ def test_dapo_grades_the_last_answer_line_as_1_or_minus_1(
     response: str, label: str | None, reward: int
 ) -> None:
     assert dapo(response, label, {}) == reward
+
+
+@pytest.mark.parametrize("label", [r"\frac{1}{2}", "0.35", r"\sqrt{2}"])
+@pytest.mark.parametrize("function", ["re", "im", "frac"])
+def test_no_answer_runs_code(tmp_path: Path, function: str, label: str) -> None:
+    """sympy's parser calls ``eval``, and sympy evaluates what is in a string with all builtins."""
+    code = f"__import__('pathlib').Path({str(tmp_path / 'it_ran')!r}).touch()"
+    spelled = "".join(f"\\{ord(letter):03o}" for letter in code)  # no letters to count
+    groups = "{" * 3000 + "}" * 3000  # the parser of LaTeX gives up, and leaves the text as it is
+    assert deepscaler(f"</think>\\boxed{{{function}('{spelled}'){groups}}}", label, {}) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["'1'", "e.e", "(1).e", "1 .e", "e_e", "[1]", "e[1]", "{1}", "1;e", "e:1", "e@e", "`e`", "\\1"],
+)
+def test_only_arithmetic_reaches_the_parser_of_sympy(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr(deepscaler_module, "_simplified", reached.append)
+    for pair in ((text, "1/2"), ("1/2", text), ("e/2", "1/2")):
+        deepscaler_module._difference_is_zero(*pair)
+    assert reached == ["(e/2)-(1/2)"]
 
 
 def test_dapo_is_fast_on_hostile_input() -> None:
@@ -262,6 +290,14 @@ def test_dapo_normalizes_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{5\text{ cm}}", "5", 1),
         (r"\boxed{-0}", "0", 1),
         (r"\boxed{12:30}", "12:30", 1),
+        ("答案是42。", "42", 1),
+        (r"\boxed{42元}", "42", 1),
+        (r"\boxed{42人}", r"42\text{人}", 1),
+        ("\\boxed{\uff083\uff0c4\uff09}", "(3,4)", 1),
+        (r"\boxed{3米}", "3厘米", 0),
+        (r"\boxed{3万}", "3", 0),
+        (r"\boxed{5或7}", "7", 0),
+        (r"\boxed{3小时30分}", "30", 0),
         (r"\boxed{3.14}", r"\pi", 0),
         (r"So $x^2+2x+1$.", "(x+1)^2", 1),
         ("<think>\nmaybe 42", "42", 0),

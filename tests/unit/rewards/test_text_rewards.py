@@ -38,6 +38,19 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("we settle on B. A short check agrees", "B", {}, 1),
         ("between A and B, A fits", "A", {}, 1),
         ("A because it fits", "A", {}, 1),
+        ("The answer is not A.", "A", {}, 0),
+        ("It is not A but B", "B", {}, 1),
+        ("Option A is incorrect", "A", {}, 0),
+        ("answer (A) is wrong, so C", "C", {}, 1),
+        ("A is not the worst; A is correct", "A", {}, 1),
+        ("故选C。因为选项A不对", "C", {}, 1),  # so C; A is wrong
+        ("答案为B。vitamin C matters", "B", {}, 1),
+        ("答案为B。vitamin C matters", "C", {}, 0),
+        ("是C\uff0c而不是A", "C", {}, 1),  # C and not A
+        ("答案\uff1a\uff08\uff23\uff09", "C", {}, 1),  # full-width
+        ("A或B", "B", {}, 0),  # A or B
+        ("it is 5", "-5", {"choices": ["5", "-5"]}, 0),
+        ("it is 1.5", "1 5", {"choices": ["1.5", "15"]}, 0),
         ("2 things", "2", FOUR, 0),
         ("Answer: C, but actually A was right, no wait B.", "B", {"valid_letters": ["A", "B"]}, 1),
         ("Answer: C", "2", FOUR, 1),
@@ -73,6 +86,23 @@ def test_the_chosen_letter_or_text(
 def test_no_letter_is_harder_to_choose_than_another(sentence: str) -> None:
     chosen = [gpqa(sentence.format(letter), letter, {}) for letter in "ABCD"]
     assert chosen == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["5", "-5", "1/5", "0.5"],
+        ["10^-4 eV", "10^4 eV", "10^-9 eV", "10^{-4} eV"],
+        ["+", "-", "*", "/"],
+        ["苹果", "香蕉", "橙子", "梨"],
+        ["Россия", "π", "2π", "x_2"],
+        ["x^2", "x_2", "X 2", "x 2"],
+    ],
+)
+def test_a_label_that_is_the_text_of_a_choice_means_that_choice(choices: list[str]) -> None:
+    for place, label in enumerate(choices):
+        rewards = [gpqa(letter, label, {"choices": choices}) for letter in "ABCD"]
+        assert rewards == [float(place == other) for other in range(4)], label
 
 
 def test_choices_that_are_not_a_list_are_refused() -> None:

@@ -33,6 +33,7 @@ from rlpost.extensions.agents.environments.harbor.trial import Trial
 from rlpost.extensions.agents.environments.protocol import Step, Turn
 from rlpost.extensions.agents.sandbox.archives import Archives
 from rlpost.extensions.agents.sandbox.protocol import Ended, Pool, Result
+from rlpost.tasks.answer_text import END_OF_THOUGHT
 from rlpost.types import Prompt
 
 OPEN, CLOSE = "<bash>", "</bash>"
@@ -187,8 +188,11 @@ def options_of(target: str, arguments: Mapping[str, Any]) -> TrialOptions:
 
 
 def command_of(turn: Turn) -> str | None:
-    """Return the command of a turn, None if it has none."""
-    before, mark, command = turn.text.rpartition(OPEN)
+    """Return the command of a turn, None if it has none.
+
+    It is behind the thought, or in one that ended there.
+    """
+    before, mark, command = turn.text.rpartition(END_OF_THOUGHT)[2].rpartition(OPEN)
     del before
     command = command.partition(CLOSE)[0].strip("\n")
     return command if mark and command.strip() else None

@@ -98,7 +98,7 @@ class OpenEnvEnvironment:
         Raises RuntimeError for an error of the environment, ConnectionError, GradingLost if the
         server could not score the episode: without a reward, and with an error.
         """
-        action = self._action_of(turn.text)
+        action = self._action_of(turn.answer)
         if action is None:
             return Step(self._around("The action is no JSON object."), tool="action")
         try:

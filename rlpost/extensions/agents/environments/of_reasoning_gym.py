@@ -4,8 +4,8 @@
 
 An episode is one answer. ``rlpost.extensions.agents.environments.export`` writes the tasks as prompts; a
 prompt whose text is not the task that the data set now generates is refused, since it would be
-scored by another task's answer. The answer is the text between the last <answer> and </answer>;
-without them the score is that of no answer.
+scored by another task's answer. The answer is the text between the last <answer> and </answer> behind
+the thought; without them the score is that of no answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReasoningGym:
         """
         Args:
             size, seed, config: number of tasks, seed and parameters of the data set.
-            tag: marks the answer; None: the whole turn is the answer.
+            tag: marks the answer; None: all behind the thought is the answer.
 
         Raises ConfigError.
         """
@@ -84,7 +84,7 @@ class ReasoningGym:
         """Score the answer."""
         from reasoning_gym.utils import extract_answer
 
-        text = turn.text.strip()
+        text = turn.answer.strip()
         answer = text if self._tag is None else extract_answer(text, tag_name=self._tag)
         return Step(reward=float(self._dataset.score_answer(answer, self._entry)), done=True)
 

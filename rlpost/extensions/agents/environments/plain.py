@@ -196,6 +196,8 @@ class _Episode:
                 break
             if added.parts:
                 builder.insert(added.parts)
+            if not builder.remaining_tokens:  # by its turn, or by what followed it
+                builder.finish_reason = "length"
         return turns
 
     async def _open(self, opening: Content) -> Added:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlpost.columns import IntColumn
+from rlpost.tasks.reward.answer_extraction import after_thinking
 from rlpost.types import FinishReason
 
 Content = str | Sequence[str | bytes]
@@ -25,6 +26,11 @@ class Turn:
     token_ids: IntColumn
     finish_reason: FinishReason
     stopped_at: int | str | None
+
+    @property
+    def answer(self) -> str:
+        """The text behind the thought, as rewards read it: empty in a thought that never closes."""
+        return after_thinking(self.text)
 
 
 @dataclass(frozen=True, slots=True)

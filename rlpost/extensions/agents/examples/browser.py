@@ -68,7 +68,7 @@ class ClickSquare:
     def step(self, turn: Turn) -> Step:
         """Click; anything but a place ends the episode."""
         assert self._browser is not None
-        match = _PLACE.fullmatch(turn.text)
+        match = _PLACE.fullmatch(turn.answer)
         if match is None:
             return Step(done=True)
         x, y = (min(int(number), 999) * SIDE // 1000 for number in match.groups())

@@ -35,7 +35,7 @@ class Guess:
 
     def step(self, turn: Turn) -> Step:
         """Compare a guess; anything but a single digit ends the episode."""
-        found = re.fullmatch(r"\s*([0-9])\s*", turn.text)
+        found = re.fullmatch(r"\s*([0-9])\s*", turn.answer)
         if found is None:
             return Step(done=True)
         guess = int(found[1])

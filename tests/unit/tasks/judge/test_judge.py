@@ -220,6 +220,7 @@ def test_the_last_line_is_the_verdict(reply: str, grammar: Grammar, reward: floa
         ("Verdict:", "stop", "unparsable"),
         ("", "stop", "unparsable"),
         ("<think>It may be 7.\nVerdict: 7", "length", "unparsable"),
+        ("<think>It may be 7.\nVerdict: 7", "stop", "unparsable"),  # never closed
         ("Verdict: 7", "length", "unparsable"),
         ("Verdict: None", "stop", "refused"),
         ("I\u2019m sorry, I cannot grade this.", "stop", "refused"),
