@@ -249,6 +249,8 @@ def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         if problem := architecture.rotary_problem(description.hf_config):
             raise WeightError(problem)
+        if problem := architecture.layers_problem(description.hf_config, description.fields):
+            raise WeightError(problem)
         stated = architecture.architecture(description.family, description.hf_config)
         problems = model_arguments.problems(settings.model_args, stated)
         problems += model_arguments.idle_overrides(overrides, stated)

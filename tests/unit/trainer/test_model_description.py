@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.plan.architecture import layers_problem
 from rlpost.errors import ConfigError, WeightError
+from rlpost.models.families import family
 from rlpost.models.names import Dimensions
 from rlpost.trainer.model_description import read_description
 from tests.settings import rank_config
@@ -60,6 +62,43 @@ def test_an_unsupported_option_is_refused(tmp_path, change):
     key = "rope_type" if "rope_parameters" in change else next(iter(change))
     with pytest.raises(WeightError, match=rf"config\.json: {key}=.* is not supported"):
         read_description(folder_with(tmp_path, **change))
+
+
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layer_types": [FULL] * 5}, "layer_types has 5 layers and num_hidden_layers = 4"),
+        ({"layer_types": [FULL] * 3}, "layer_types has 3 layers"),
+        ({"layer_types": []}, "layer_types has 0 layers"),
+        ({"layer_types": [FULL, FULL, "chunked_attention", FULL]}, "'chunked_attention' for layer 2"),
+        ({"layer_types": [LINEAR, FULL, FULL, FULL]}, f"{LINEAR!r} for layer 0, .* computed as {FULL!r}"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "layer_types": [FULL, WINDOW] * 2},
+            f"{WINDOW!r} for layer 1, .* computed as {FULL!r}",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 0, "layer_types": [WINDOW] * 4},
+            "sliding_window = 0 with layers that have a window",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_would_be_computed_otherwise_are_refused(tmp_path, change, reason):
+    """Megatron reads a list of another length without a word, and takes other kinds for full."""
+    with pytest.raises(WeightError, match=reason):
+        read_description(folder_with(tmp_path, **change))
+    windows = {"use_sliding_window": True, "sliding_window": 4, "layer_types": [FULL, WINDOW] * 2}
+    assert read_description(folder_with(tmp_path, **windows)).fields["window_attn_skip_freq"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_layers_are_computed_as_they_are_described(name):
+    hf = PUBLISHED[name]
+    known = family(hf["architectures"][0])
+    hf = known.resolved(hf)
+    assert layers_problem(hf, known.fields(hf)) is None
 
 
 def test_an_unknown_architecture_is_named_with_those_known(tmp_path):
