@@ -124,7 +124,12 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     for name in END_TOKEN_FILES:
         file = Path(path) / name
         value = _read_json(file).get("eos_token_id") if file.is_file() else None
-        ids.update([value] if isinstance(value, int) else value or [])
+        ends = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and one >= 0 for one in ends):
+            raise ConfigError(
+                f"{file}: eos_token_id = {json.dumps(value)}; give an id, or a list of ids"
+            )
+        ids.update(ends)
     if not ids:
         raise ConfigError(
             f"--hf-checkpoint {path}: neither generation_config.json nor config.json has an eos_token_id, "

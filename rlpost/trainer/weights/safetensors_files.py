@@ -151,7 +151,7 @@ def _header(path: Path) -> tuple[dict[str, object], int]:
         )
     except OSError as error:
         raise WeightError(f"{path}: {_unreadable(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         problem = pointer_problem(path)
         raise WeightError(
             problem or f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}"

@@ -102,6 +102,13 @@ def test_end_tokens_are_those_of_both_configs(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path) == (2, 5, 7)
 
 
+@pytest.mark.parametrize("ends", ["5", [1, "2"], -1, True, 1.0])
+def test_an_end_token_is_an_id(tmp_path: Path, ends) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ConfigError, match=r"eos_token_id = .*; give an id, or a list of ids"):
+        eos_token_ids(tmp_path)
+
+
 def test_the_end_token_of_the_tokenizer_ends_an_answer_too(folder: Path) -> None:
     """Blaizzy/mlx-vlm#2112: configs may name <|endoftext|> alone, and the template another token."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.model_file import read_model
 from rlpost.config.plan.architecture import layers_problem
 from rlpost.errors import ConfigError, WeightError
 from rlpost.models.families import family
@@ -64,6 +65,37 @@ def test_an_unsupported_option_is_refused(tmp_path, change):
         read_description(folder_with(tmp_path, **change))
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings = "false"; it must be true or false'),
+        ({"use_sliding_window": 1}, "use_sliding_window = 1; it must be true or false"),
+        ({"hidden_size": "64"}, 'hidden_size = "64"; it must be an integer of at least 1'),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0; it must be an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = true; it must be an integer"),
+        ({"head_dim": 0}, "head_dim = 0; it must be an integer of at least 1"),
+        ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps = "1e-6"; it must be a number above 0'),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN; it must be a number above 0"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, 'rope_theta = "1e6"; it must be a number'),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_theta = 0; it must be"),
+        ({"rope_parameters": [1]}, "rope_parameters = .1.; it must be an object or null"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_one_of_its_key_is_refused(tmp_path, change, reason):
+    """A text that is not empty is true, also "false": the output layer would be tied."""
+    with pytest.raises(WeightError, match=rf"config\.json: {reason}"):
+        read_description(folder_with(tmp_path, **change))
+
+
+@pytest.mark.parametrize("text", ["[]", '"a"', '{"a":' * 100_000, "{"], ids=range(4))
+def test_what_is_no_json_object_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightError, match=r"config\.json: not (valid JSON|a JSON object)"):
+        read_description(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: not (valid JSON|a JSON object)"):
+        read_model(tmp_path / "config.json")
+
+
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -115,7 +147,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 def test_a_truncated_or_incomplete_config_is_reported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG)[:40])
-    with pytest.raises(WeightError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(WeightError, match=r"config\.json: not (valid JSON|a JSON object)"):
         read_description(tmp_path)
     with pytest.raises(
         WeightError, match=r"config\.json: has no 'num_.*experts', which Qwen3MoeForCausalLM needs"
