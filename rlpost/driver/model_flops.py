@@ -1,4 +1,4 @@
-"""Count the operations that a model needs to train on the groups of a step. Pure.
+"""Count the operations that a model needs for sequences and images, in all of a step. Pure.
 
 A forward pass takes one multiplication and one addition for each used parameter and token, and
 attention, which follows from the lengths. A backward pass takes twice that (Kaplan et al., arXiv
@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlpost.algorithm.schedule import break_even_length
 from rlpost.algorithm.shared_prefix import has_one_prompt
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
-from rlpost.driver.batches import used_parameters
 from rlpost.models.families import family
-from rlpost.models.model_types import HfConfig
+from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 from rlpost.types import ImageSpan, Sample, SampleGroup
 
 
@@ -61,6 +61,32 @@ def attention_layers(hf: HfConfig) -> AttentionLayers:
         window=fields["window_size"][0] + 1 if windowed else 0,
         width=shape.heads * width,
         state=state,
+    )
+
+
+def used_parameters(hf: HfConfig) -> int:
+    """Return the parameters used per token: routed experts only, no embedding lookup."""
+    shape = hf_shape(hf)
+    count = shape.parameters
+    num_experts = next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
+    used = hf.get("num_experts_per_tok", 0) / num_experts
+    looked_up = 0 if shape.tied else hf["vocab_size"] * hf["hidden_size"]
+    return round(count.dense - looked_up + count.expert * used)
+
+
+def model_break_even(hf: HfConfig) -> float:
+    """Return the sequence length in tokens at which attention costs as much as the weight matrices.
+
+    Layers with windows or linear attention do not count; without others it is infinite. ``hf`` is
+    the model's config.json.
+    """
+    layers = attention_layers(hf)
+    if not layers.full:
+        return math.inf
+    return break_even_length(
+        num_parameters=used_parameters(hf),
+        num_layers=layers.full,
+        attention_width=layers.width // 2,
     )
 
 

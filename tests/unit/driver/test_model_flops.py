@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from rlpost.config.load import JOBS
 from rlpost.config.plan.hf_shape import hf_shape
-from rlpost.driver.model_flops import Flops, attention_layers
+from rlpost.driver.model_flops import (
+    Flops,
+    attention_layers,
+    model_break_even,
+    used_parameters,
+)
 from rlpost.models.families import FAMILIES
 from rlpost.types import ImageSpan
 from tests.unit.driver.test_observation import HF, config, groups
@@ -149,6 +155,19 @@ def test_windows_latent_and_linear_attention_count_what_they_attend_to(
     values = 32 * 128 * 128  # value heads, and the sides of a state
     expected = 6 * 30 * values * length if name == "qwen3_5_35b_a3b" else 0
     assert state == pytest.approx(expected, abs=0.01 * 2 * width * pairs)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b", "qwen3_5_35b_a3b", "deepseek_v3", "qwen3_4b"])
+def test_at_the_break_even_length_full_attention_costs_as_much_as_the_matrices(name):
+    hf = published(name)
+    length, layers = model_break_even(hf), attention_layers(hf)
+    full = replace(layers, windowed=0, state=0.0).operations(length)
+    assert full == pytest.approx(2 * used_parameters(hf) * length)
+
+
+def test_a_model_of_windows_alone_has_no_such_length():
+    hf = published("gemma3_1b") | {"layer_types": ["sliding_attention"] * 26}
+    assert model_break_even(hf) == math.inf
 
 
 def vision_hf():
