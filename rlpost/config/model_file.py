@@ -8,15 +8,13 @@ and rehearsal. A run takes the folder's own file, which alone decides.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rlpost.config.extensions import command
 from rlpost.config.groups.checkpoint import CheckpointConfig
 from rlpost.config.wording import listed, near_path
 from rlpost.errors import ConfigError, suggestion
-from rlpost.models.config_file import language_model, read_config
+from rlpost.models.config_file import language_model, parse_object, read_config
 from rlpost.models.model_types import HfConfig
 
 MODELS = Path(__file__).parents[2] / "jobs" / "models"
@@ -89,15 +87,13 @@ def read_model(path: Path) -> HfConfig:
         ConfigError: it cannot be read, or is not JSON.
     """
     try:
-        content: Any = json.loads(path.read_text())
+        content = parse_object(path.read_text())
     except OSError as error:
         raise ConfigError(
             f"{near_path(str(path))}: cannot be read ({error.strerror}); give a config.json"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{near_path(str(path))}: not valid JSON: {error}") from None
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{near_path(str(path))}: not a JSON object; give a config.json")
+        raise ConfigError(f"{near_path(str(path))}: {error}") from None
     return language_model(content)
 
 

@@ -151,8 +151,9 @@ class Tree(Group):
     @property
     def num_logprob_passes(self) -> int:
         """Passes for log-probs besides training: of the policy and of a reference."""
-        grpo = self.grpo
+        grpo, teacher = self.grpo, self.distillation
         is_compared = self.num_steps_per_rollout > 1 or grpo.keep_old_actor
+        is_compared |= teacher.use_opd and teacher.opd_form == "advantage"
         policy = (is_compared and not grpo.use_rollout_logprobs) or bool(grpo.kl_coef)
         return policy + bool(grpo.use_kl_loss or grpo.kl_coef)
 

@@ -31,7 +31,6 @@ from rlpost.algorithm.evaluation_statistics import mean
 from rlpost.algorithm.schedule import (
     Bins,
     Schedule,
-    break_even_length,
     regroup,
     schedule,
     sequence_work,
@@ -46,10 +45,8 @@ from rlpost.algorithm.shared_prefix import (
 )
 from rlpost.columns import RunColumn
 from rlpost.config.groups.grpo import GrpoConfig
-from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.tree import Config
 from rlpost.errors import DataError
-from rlpost.models.model_types import EXPERT_KEYS, HfConfig
 from rlpost.rollout.episode_metrics import episode_metrics
 from rlpost.rollout.evaluate import summarise
 from rlpost.types import SampleGroup, TrainBatch, TrainSample
@@ -211,30 +208,6 @@ def filled_up(samples: Sequence[TrainSample], multiple_of: int) -> list[TrainSam
     shortest = min(samples, key=lambda sample: len(sample.token_ids))
     filler = replace(shortest, loss_mask=RunColumn([(0, shortest.response_length)]), advantage=0.0)
     return [*samples, *[filler] * (-len(samples) % multiple_of)]
-
-
-def model_break_even(hf: HfConfig) -> float:
-    """Return the sequence length in tokens at which attention costs as much as the weight matrices.
-
-    ``hf`` is the model's config.json.
-    """
-    heads = hf["num_attention_heads"]
-    layers = hf["num_hidden_layers"]
-    return break_even_length(
-        num_parameters=used_parameters(hf),
-        num_layers=layers,
-        attention_width=heads * (hf.get("head_dim") or hf["hidden_size"] // heads),
-    )
-
-
-def used_parameters(hf: HfConfig) -> int:
-    """Return the parameters used per token: routed experts only, no embedding lookup."""
-    shape = hf_shape(hf)
-    count = shape.parameters
-    num_experts = next((hf[key] for key in EXPERT_KEYS if hf.get(key)), 1)
-    used = hf.get("num_experts_per_tok", 0) / num_experts
-    looked_up = 0 if shape.tied else hf["vocab_size"] * hf["hidden_size"]
-    return round(count.dense - looked_up + count.expert * used)
 
 
 def _deal_step(

@@ -15,13 +15,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rlpost.algorithm.schedule import sequence_work
-from rlpost.algorithm.shared_prefix import has_one_prompt
 from rlpost.config.tree import Config
-from rlpost.driver.batches import model_break_even, used_parameters
 from rlpost.driver.checkpoints import Checkpoints
-from rlpost.driver.distillation import needs_policy_logprobs
 from rlpost.driver.engines.own_engines import OwnEngines
+from rlpost.driver.model_flops import Flops
 from rlpost.driver.weight_coordinator import WeightCoordinator
 from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.daemon_threads import in_daemon
@@ -94,7 +91,7 @@ class Observation:
             await self._answer(self._actors.all(begin))
             self._is_profiling, self._first = True, step
         trained = await training
-        self._done = self._flops.of(groups)
+        self._done = self._flops.of(groups, step=step)
         if self._is_profiling and step + 1 not in steps:
             await self._end_profile(step)
         return trained
@@ -261,42 +258,6 @@ def steps_again(lines: Iterable[Mapping[str, float]], *, step: int) -> dict[str,
     """
     again = [line.get("time/step_s", 0.0) for line in lines if line["step"] > step]
     return {"steps": len(again), "step_s": round(sum(again), 3)}
-
-
-class Flops:
-    """Counts the model FLOPs of training on groups. Pure.
-
-    A forward pass takes one multiplication and one addition per used parameter and token; causal
-    attention grows with the square of the length (``algorithm.schedule``). A backward pass takes
-    twice that (Kaplan et al., arXiv 2001.08361, section 2.1). Activation recomputation does not
-    count, as in "PaLM", arXiv 2204.02311, appendix B.
-    """
-
-    def __init__(self, config: Config, hf: Mapping[str, object]) -> None:
-        """``hf`` is the model's config.json."""
-        grpo = config.grpo
-        passes = 3  # forward and backward
-        is_compared = config.num_steps_per_rollout > 1 or grpo.keep_old_actor
-        if is_compared or grpo.kl_coef or needs_policy_logprobs(config):
-            passes += 1  # log-probs under the rollout's weights, or those of the old policy
-        passes += bool(grpo.use_kl_loss) + bool(grpo.kl_coef)  # and under the reference's
-        if config.use_critic:
-            passes += 4  # values, forward and backward of the critic
-        self._a_token = 2.0 * used_parameters(hf) * passes
-        self._break_even = model_break_even(hf)
-        # otherwise a micro-batch has few samples, and not those of one prompt
-        self._shares = bool(config.perf.share_prefix and config.max_tokens is not None)
-
-    def of(self, groups: Sequence[SampleGroup]) -> float:
-        """Return the operations of training once on these groups."""
-        samples = [scored.sample for group in groups for scored in group.samples]
-        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-        work = sum(sequence_work(length, self._break_even) for length in lengths)
-        if self._shares:
-            for group in filter(has_one_prompt, groups):
-                prompts = [len(scored.sample.prompt_ids) for scored in group.samples[1:]]
-                work -= sum(sequence_work(length, self._break_even) for length in prompts)
-        return self._a_token * work
 
 
 SLOW, FEW_ENGINES, SLOW_OF_FEW = 1.3, 4, 3.0

@@ -29,7 +29,7 @@ from rlpost.tasks.fingerprint import NUM_ROWS, image_files
 from rlpost.tasks.prompt_settings import prompt_fields
 from rlpost.tasks.prompts import PromptFields
 from rlpost.tasks.rows import split_source
-from rlpost.trainer.weights.hf_folder import tokenizer_files
+from rlpost.trainer.weights.hf_folder import processor_files, tokenizer_files
 
 DIGITS = 16
 
@@ -78,6 +78,8 @@ def _files(config: Config) -> dict[str, Callable[[], list[Path]]]:
         files[f"evaluation set {one.name}"] = partial(_files_of_rows, path, fields)
     folder = Path(config.checkpoint.hf_checkpoint)
     files["the tokenizer in --hf-checkpoint"] = partial(tokenizer_files, folder)
+    if config.takes_images:
+        files["the processor of images in --hf-checkpoint"] = partial(processor_files, folder)
     for row in extensions.of_packages():
         files[f"extension {row.name}"] = partial(_code_of_extension, row)
     return files

@@ -17,7 +17,6 @@ from rlpost.config import extensions
 from rlpost.config.checks.context_length import with_pool
 from rlpost.config.checks.prefix import with_prefix_sharing
 from rlpost.config.tree import Config
-from rlpost.driver.batches import model_break_even
 from rlpost.driver.checkpoints import Checkpoints, wait_until_written
 from rlpost.driver.engines.engine_groups import EngineGroups
 from rlpost.driver.engines.own_engines import OwnEngines
@@ -25,6 +24,7 @@ from rlpost.driver.generation import Generation
 from rlpost.driver.hf_export import HuggingFaceExport
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.driver.loop import Rollouts, Stages
+from rlpost.driver.model_flops import model_break_even
 from rlpost.driver.observation import Observation
 from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest

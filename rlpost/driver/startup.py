@@ -49,7 +49,7 @@ class Startup:
         break_even: float,
         record: RecordEvent = not_recorded,
     ) -> None:
-        """``break_even``: see ``batches.model_break_even``."""
+        """``break_even``: see ``model_flops.model_break_even``."""
         self._config = config
         self._cluster = cluster
         self._stop = stop

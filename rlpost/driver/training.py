@@ -84,7 +84,7 @@ class Training:
             data_ranks: the data-parallel rank of each actor.
             calls: how passes over micro-batches are called.
             is_fresh: the weights are those of --hf-checkpoint.
-            break_even: see ``batches.model_break_even``.
+            break_even: see ``model_flops.model_break_even``.
             hosts: the host of each actor. Default: one host.
         """
         self._config = config

@@ -235,7 +235,7 @@ def newest_committed(
         places = (folder / named, folder / (REPLACED + named))
         if not any(path.is_dir() for path in places):
             skipped.append((folder / named, f"the file {LATEST} names it, but it does not exist"))
-    for path in _candidates(folder):
+    for path in candidates(folder):
         problem = defect(path, checksums=checksums) or also(path)
         if problem is None:
             return Search(path, tuple(skipped))
@@ -250,7 +250,7 @@ def was_committed(path: Path) -> bool:
 
 def uncommitted(folder: Path) -> list[Path]:
     """List renamed folders without COMMITTED: left by a crash, or by a save in progress."""
-    found = [path for path in _candidates(folder) if not path.name.startswith(REPLACED)]
+    found = [path for path in candidates(folder) if not path.name.startswith(REPLACED)]
     return [
         path for path in found if (path / MANIFEST).exists() and not (path / COMMITTED).exists()
     ]
@@ -284,12 +284,12 @@ def _defect(path: Path, *, checksums: bool) -> str | None:
         text = (path / MANIFEST).read_text()
         if (path / COMMITTED).read_text().strip() != _digest(text):
             return f"{COMMITTED} does not belong to {MANIFEST}"
-        return _difference(path, json.loads(text)["files"], checksums=checksums)
+        return difference(path, json.loads(text)["files"], checksums=checksums)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} or {COMMITTED} is malformed: {type(error).__name__}: {error}"
 
 
-def _difference(
+def difference(
     path: Path, entries: dict[str, dict[str, int | str]], *, checksums: bool
 ) -> str | None:
     """Return the first difference between files and manifest, or None."""
@@ -317,7 +317,7 @@ def recoverable(folder: str | Path, keep_last: int, *, committed: Path | None = 
     trusted = None if committed is None else step_of(committed)
     complete = (
         path
-        for path in _candidates(Path(folder))
+        for path in candidates(Path(folder))
         if defect(path, checksums=trusted is not None and step_of(path) > trusted) is None
     )
     return list(itertools.islice(complete, keep_last))
@@ -346,7 +346,7 @@ def prune(
     if not kept:
         return ()
     oldest = step_of(kept[-1])
-    in_place = [path for path in _candidates(folder) if path.parent == folder]
+    in_place = [path for path in candidates(folder) if path.parent == folder]
     old = [path for path in in_place if path not in kept and step_of(path) <= oldest]
     old = [path for path in old if _is_ours(path)]
     if keep_every is not None:
@@ -374,10 +374,10 @@ def foreign(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: ``folder`` cannot be listed.
     """
-    return [path for path in _candidates(folder) if not _is_ours(path)]
+    return [path for path in candidates(folder) if not _is_ours(path)]
 
 
-def _candidates(folder: Path) -> list[Path]:
+def candidates(folder: Path) -> list[Path]:
     """Checkpoint folders, newest first, including replaced ones in lanes.
 
     Of equal steps the folder in place comes first. The folder that ``latest`` names is looked up by

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlpost.errors import ConfigError, ImageError
 from rlpost.images.limits import LIMITS, ImageLimits, open_image
+from rlpost.models.config_file import read_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,6 +74,12 @@ FIXED = {
 """Settings that must have these values: bicubic scaling of 8 bits."""
 OLDER_KEYS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Keys of Qwen2-VL, and those in ``size`` that they replace."""
+SIZES_OF_ENCODER = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+"""Keys of the processor, and those of the encoder in config.json that must be equal."""
 MOST_ELONGATED = 200
 """Ratio of the sides above which transformers' processor refuses an image."""
 
@@ -121,8 +129,13 @@ class ImageProcessor:
         for key, value in FIXED.items():
             if settings.get(key, value) != value:
                 raise ConfigError(f"{file}: {key} = {settings[key]}; images need {value}")
+        _check_sizes(settings, Path(model_folder), file)
         kind, frames = KINDS[name], settings.get("temporal_patch_size", 2)
         least, most = _bounds(settings, kind, frames, file, max_pixels)
+        if least > most:
+            raise ConfigError(
+                f"{file}: scales images to at least {least} and at most {most} pixels"
+            )
         patch, merge = settings.get("patch_size", 14), settings.get("merge_size", 2)
         token = (patch * merge) ** 2
         fewest = max(2 * least, token)  # below, rounding down often passes the folder's minimum
@@ -138,7 +151,7 @@ class ImageProcessor:
             min_pixels=least,
             max_pixels=most if max_pixels is None else max_pixels,
             mean=_of_channels(settings, "image_mean", _CLIP_MEAN, file),
-            std=_of_channels(settings, "image_std", _CLIP_STD, file),
+            std=_of_channels(settings, "image_std", _CLIP_STD, file, least=sys.float_info.min),
             widens=kind.widens,
         )
 
@@ -299,14 +312,54 @@ def _bounds(
 
 
 def _of_channels(
-    settings: Mapping[str, Any], key: str, default: tuple[float, ...], file: Path
+    settings: Mapping[str, Any],
+    key: str,
+    default: tuple[float, ...],
+    file: Path,
+    *,
+    least: float = -math.inf,
 ) -> tuple[float, ...]:
-    """Return a number for each channel. Raises ConfigError if there are others than three."""
+    """Return a number for each channel.
+
+    Raises ConfigError if there are others than three finite ones of at least ``least``.
+    """
     value = settings.get(key, default)
     numbers = value if isinstance(value, list | tuple) else [value] * len(default)
-    if len(numbers) != len(default) or not all(isinstance(one, int | float) for one in numbers):
+    kinds = all(type(one) in (int, float) for one in numbers)
+    if len(numbers) != len(default) or not kinds or not all(map(math.isfinite, numbers)):
         raise ConfigError(f"{file}: {key} = {value}; images need {len(default)} numbers")
+    if min(numbers) < least:
+        raise ConfigError(f"{file}: {key} = {value}; images need numbers above 0")
     return tuple(numbers)
+
+
+def _check_sizes(settings: Mapping[str, Any], folder: Path, file: Path) -> None:
+    """Check that sizes are integers, and those of patches the encoder's.
+
+    Raises ConfigError: they are not. A file of another model gives each image other tokens than the
+    encoder has features.
+    """
+    size = settings.get("size")
+    bounds = {key: settings.get(key) for key in OLDER_KEYS} | (
+        size if isinstance(size, dict) else {}
+    )
+    sizes = bounds | {key: settings.get(key) for key in SIZES_OF_ENCODER}
+    for key, value in sizes.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{file}: {key} = {value!r}; images need an integer of at least 1")
+    try:
+        encoder = read_config(folder).get("vision_config")
+    except (OSError, ValueError):  # the check of the model names it
+        return
+    if not isinstance(encoder, dict):
+        return
+    for key, name in SIZES_OF_ENCODER.items():
+        ours, theirs = settings.get(key), encoder.get(name)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise ConfigError(
+                f"{file}: {key} = {ours}, and {name} = {theirs} of the encoder in config.json; copy the file from "
+                "the model's page"
+            )
 
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

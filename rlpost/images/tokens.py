@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlpost.columns import IntColumn
 from rlpost.errors import ConfigError, DataError, RolloutError
@@ -117,6 +117,10 @@ def _read(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _is_id(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True, slots=True)
 class KnownImage:
     """An image that was decoded: the SHA-256 digest of its file, its patches and its tokens."""
@@ -149,13 +153,11 @@ class ImageTokens:
         """
         file = Path(model_folder) / "config.json"
         config = _read(file)
-        if not isinstance(config.get(IMAGE), int):
+        if not _is_id(config.get(IMAGE)):
             raise ConfigError(f"{file}: no {IMAGE}; images need a model that was made for them")
         others = (config.get(key) for key in VIDEOS)
         not_last = config.get(IMAGE_START) if config.get("model_type") in NOT_LAST else None
-        return cls(
-            config[IMAGE], frozenset(one for one in others if isinstance(one, int)), not_last
-        )
+        return cls(config[IMAGE], frozenset(filter(_is_id, others)), not_last)
 
     @property
     def all(self) -> tuple[int, ...]:

@@ -61,6 +61,9 @@ class Vision:
         missing = [key for key in needed if key not in sizes]
         if missing:
             return f"its vision_config has no {', '.join(missing)}"
+        deep = sizes[DEEP_LAYERS] if self.has_deep_features else []
+        if len(set(deep)) < len(deep) or not set(deep) <= set(range(sizes.get("depth", 0))):
+            return f"{DEEP_LAYERS} = {deep} of its vision_config are not layers of depth = {sizes.get('depth')}"
         if sizes["out_hidden_size"] != hf["hidden_size"]:
             return (
                 f"out_hidden_size = {sizes['out_hidden_size']} of its vision_config is not "

@@ -124,7 +124,12 @@ def eos_token_ids(path: str | Path) -> tuple[int, ...]:
     for name in END_TOKEN_FILES:
         file = Path(path) / name
         value = _read_json(file).get("eos_token_id") if file.is_file() else None
-        ids.update([value] if isinstance(value, int) else value or [])
+        ends = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and one >= 0 for one in ends):
+            raise ConfigError(
+                f"{file}: eos_token_id = {json.dumps(value)}; give an id, or a list of ids"
+            )
+        ids.update(ends)
     if not ids:
         raise ConfigError(
             f"--hf-checkpoint {path}: neither generation_config.json nor config.json has an eos_token_id, "
@@ -182,6 +187,7 @@ class PromptTokenizer:
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(template_kwargs or {})
         self._added = dict(self._tokenizer.added_tokens_decoder)
+        self._num_appended = _num_appended(self._tokenizer)
         self._thought_form = self._find_thought_form()
         if apply_chat_template and not self._tokenizer.chat_template:
             raise ConfigError(
@@ -213,11 +219,17 @@ class PromptTokenizer:
         return {*eos_token_ids(self._folder), *([] if eos is None else [eos])}
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a prompt with one BOS, also if both text and tokenizer have one."""
+        """Return the ids of a prompt: one BOS, also if both text and tokenizer have one, and no EOS.
+
+        A tokenizer that was saved with ``add_eos_token`` ends each text with EOS; an answer would
+        then begin another document.
+        """
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises many types
             raise DataError(f"the tokenizer rejects the text: {_reason(error)}") from error
+        if add_special_tokens and self._num_appended:
+            ids = ids[: -self._num_appended]
         bos = self._tokenizer.bos_token_id
         while bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
@@ -330,6 +342,13 @@ class PromptTokenizer:
     def _templated(self, messages: Sequence[Mapping[str, object]], **given: object) -> str:
         """Render messages with the chat template; its configured arguments override ``given``."""
         return render_chat(self._tokenizer, messages, {**given, **self._template_kwargs})
+
+
+def _num_appended(tokenizer: HfTokenizer) -> int:
+    """Return how many tokens a tokenizer adds after a text."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    ends = range(len(plain), len(whole) + 1)
+    return next((len(whole) - end for end in ends if whole[:end][-len(plain) :] == plain), 0)
 
 
 def render_chat(

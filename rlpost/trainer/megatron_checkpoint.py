@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlpost.durable.torch_dist_folder import RELEASE, TRACKER, find_checkpoint
+from rlpost.durable.verification import check_files
 from rlpost.errors import CheckpointError
 from rlpost.trainer import random_state
 from rlpost.trainer.checkpoint_keys import fit_to_checkpoint, stored_key, stored_keys
@@ -263,7 +264,7 @@ def load(
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or other adapters.
     """
-    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
+    common = _common_state(folder)
     if (num_optimizer_steps := common.get("num_optimizer_steps")) is None:
         raise CheckpointError(f"{folder}: written by rlpost 0.1; resume it with rlpost 0.2.0")
     check_stored(folder, common.get("adapters"), adapters)
@@ -278,9 +279,7 @@ def load(
     if is_same_layout:
         random_state.restore(loaded[random_state.KEY])
     elif "layout" in common:  # a critic's part has no random generators
-        logger.info(
-            "%s was written with another layout: random generators restart from the seed", folder
-        )
+        logger.info("%s has another layout: random generators restart from the seed", folder)
     optimizer_state.prime(optimizer)
     optimizer_state.take_model_weights(optimizer)
     if common.get("adam_step"):
@@ -359,13 +358,20 @@ def load_weights(
     checkpoint = same_on_every_rank(lambda: find_checkpoint(folder), CheckpointError)
     if checkpoint is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)), checkpoint)
+    common = _common_state(checkpoint)
     check_stored(checkpoint, common.get("adapters"), None)
     whole = whole_state(chunks)
     base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
     _load(checkpoint, chunks, base, omitted=omitted)
     version: int | None = common.get("policy_version")
     return version
+
+
+def _common_state(folder: str | Path) -> dict[str, Any]:
+    """Return what is no tensor, once no file of the folder is damaged, which the ranks divide."""
+    part, parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    _read(lambda: check_files(folder, part=part, parts=parts), folder)
+    return _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
 
 
 def _load(

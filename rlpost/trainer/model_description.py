@@ -8,7 +8,6 @@ differences between families.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,13 @@ from rlpost.config.plan import architecture
 from rlpost.config.tree import Config
 from rlpost.errors import ConfigError, WeightError
 from rlpost.models import families
-from rlpost.models.config_file import language_model, tied_problem, with_language_model
+from rlpost.models.config_file import (
+    language_model,
+    parse_object,
+    tied_problem,
+    value_problem,
+    with_language_model,
+)
 from rlpost.models.family import Family
 from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import Dimensions
@@ -225,8 +230,10 @@ def read_description(
 def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
     overrides = settings.override_hf_config
     try:
-        content = json.loads(path.read_text())
+        content = parse_object(path.read_text())
         hf = language_model(content)
+        if problem := value_problem(hf):
+            raise WeightError(problem)
         known = (hf.get("architectures") or ["none given"])[0]
         hf = families.family(known).resolved(hf)
         description = ModelDescription(
@@ -252,17 +259,19 @@ def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
             raise WeightError(f"has no {', '.join(missing)}; add what the model's page says")
         if problem := architecture.rotary_problem(description.hf_config):
             raise WeightError(problem)
+        if problem := architecture.layers_problem(description.hf_config, description.fields):
+            raise WeightError(problem)
         stated = architecture.architecture(description.family, description.hf_config)
         problems = model_arguments.problems(settings.model_args, stated)
         problems += model_arguments.idle_overrides(overrides, stated)
-    except json.JSONDecodeError as error:
-        raise WeightError(f"{path}: not valid JSON: {error}; fetch it again") from None
     except KeyError as error:
         raise WeightError(
             f"{path}: has no {error}, which {known} needs; add what the model's page says"
         ) from None
     except WeightError as error:
         raise WeightError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise WeightError(f"{path}: {error}; fetch it again") from None
     for key, value in (refused | _refused_of_all(description)).items():
         if value:
             raise WeightError(

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from common.files import sync
 from rlpost.config.tree import Config
+from rlpost.images.processor import write_bound
 from rlpost.trainer.lora.adapters import peft_settings
 from rlpost.trainer.model_description import ModelDescription
 from rlpost.trainer.outcomes import on_every_rank
 from rlpost.trainer.weights.exporter import Exporter
 from rlpost.trainer.weights.folder_export import cannot_write, export_folder
-from rlpost.trainer.weights.hf_folder import copy_files, tokenizer_files
+from rlpost.trainer.weights.hf_folder import copy_files, processor_files, tokenizer_files
 from rlpost.trainer.weights.inventory import Inventory
 from rlpost.trainer.weights.peft_folder import peft_tensors, write_peft_folder
 from rlpost.trainer.weights.whole_tensors import BUCKET_BYTES
@@ -49,13 +50,22 @@ def export(
         def write() -> None:
             if dist.get_rank() == 0:
                 write_peft_folder(tensors, inventory, folder, adapters)
-                # training may have used other templates or tokens than the hub's model has
-                base = Path(config.checkpoint.hf_checkpoint)
-                copy_files(tokenizer_files(base), base, Path(folder))
+                _copy_inputs(config, Path(folder))
 
         on_every_rank(write, partial(cannot_write, folder))
     else:
         export_merged(exporter, folder, description, config)
+
+
+def _copy_inputs(config: Config, folder: Path) -> None:
+    """Copy what turns texts and images into tokens, with the bound on images of the run.
+
+    Training may have used other templates, tokens or bounds than the hub's model has.
+    """
+    base = Path(config.checkpoint.hf_checkpoint)
+    copy_files([*tokenizer_files(base), *processor_files(base)], base, folder)
+    if config.rollout.image_max_pixels is not None:
+        write_bound(folder, config.rollout.image_max_pixels)
 
 
 def export_merged(

@@ -345,6 +345,9 @@ def train_and_resume(
     return found
 
 
+MOST_PIXELS = 128 * 128
+
+
 def adapt(actor: Any, samples: Sequence[TrainSample], folder: str) -> dict[str, Any]:
     """Train adapters one step, export them merged and as they are, and train another step.
 
@@ -359,7 +362,7 @@ def adapt(actor: Any, samples: Sequence[TrainSample], folder: str) -> dict[str, 
     actor.export(f"{folder}/merged")
     if "experts" in actor.config.lora.lora_targets:
         return found
-    actor.config = with_values(actor.config, lora_export="peft")
+    actor.config = with_values(actor.config, lora_export="peft", image_max_pixels=MOST_PIXELS)
     actor.export(f"{folder}/peft")
     factors = SimpleNamespace(
         inventory=adapter_inventory(actor.inventory, peft_settings(actor.config)),

@@ -5,6 +5,8 @@ Every family at two layouts, and the command-line tools.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr
@@ -18,8 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
+from rlpost.durable.commit import begin, commit
+from rlpost.durable.provenance import PROVENANCE_FILE, Provenance
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.extensions.converting.convert import torch_dist_to_hf
+from rlpost.models.rope import rope
 from tests.contract.actor_ranks import in_processes, look, run_ranks
 from tests.contract.conversion_ranks import Conversion, convert
 from tests.contract.families import FAMILIES, MTP, load_folder, make_family
@@ -173,6 +178,37 @@ def test_the_tools_convert_under_torchrun_with_arguments_of_megatron(converted, 
     assert same_tensors(Path(back), Path(original))
     ((code, said),) = in_processes(refused, [([*places, "--num-layers", "5"],)])
     assert code == 1 and "--num-layers 5" in said and "says 4" in said
+
+
+def test_a_damaged_checkpoint_is_not_exported_and_an_export_has_the_settings_of_its_run(
+    converted, tmp_path
+):
+    """A blank block, as storage that crashed leaves it; torch reads it as zeros."""
+    model, saves = tmp_path / "model", tmp_path / "saves"
+    shutil.copytree(converted / "qwen3", model)
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "max_pixels": 1 << 24}
+    (model / "preprocessor_config.json").write_text(json.dumps(processor))
+    writing = begin(saves, 1)
+    shutil.copytree(find_checkpoint(converted / "qwen3_torch_dist"), writing, dirs_exist_ok=True)
+    of_run = {"image_max_pixels": 1 << 18, "override_hf_config": {"rotary_base": 77.0}}
+    (writing / PROVENANCE_FILE).write_text(Provenance(of_run).to_json())
+    checkpoint = commit(writing)
+    out = tmp_path / "out"
+    words = ["--input-dir", checkpoint, "--output-dir", out, "--origin-hf-dir", model]
+    ((code, said),) = in_processes(refused, [(list(map(str, words)),)])
+    assert code == 0, said
+    assert same_tensors(out, model)
+    exported = json.loads((out / "preprocessor_config.json").read_text())
+    assert exported["max_pixels"] == exported["size"]["longest_edge"] == 1 << 18
+    assert rope(json.loads((out / "config.json").read_text()))["rope_theta"] == 77.0
+    weights = load_folder(model)["model.norm.weight"].view(torch.uint8).numpy().tobytes()
+    files = {path: path.read_bytes() for path in checkpoint.glob("*.distcp")}
+    file, content = next(each for each in files.items() if weights in each[1])
+    file.write_bytes(content.replace(weights, bytes(len(weights))))
+    words[3] = tmp_path / "damaged"
+    ((code, said),) = in_processes(refused, [(list(map(str, words)),)])
+    assert code == 1 and f"{file.name} is damaged" in said
+    assert not words[3].exists()
 
 
 def refused(pipe: Connection, words: list[str]) -> None:

@@ -95,15 +95,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 
 
 def read_and_write(actor: Any, *, export: str) -> dict[str, Any]:
-    """Import, export to a folder, and gather what engines get; FP8 as bytes."""
+    """Import, export to a folder, and gather what engines get; 8 and 16 bits as bytes."""
     actor.import_weights()
     actor.export(export)
     sent = {}
     for index in range(len(actor.buckets)):
         for name, tensor in actor.buckets.gather(index, on_all_stages=True).items():
-            is_fp8 = tensor.dtype == torch.float8_e4m3fn
-            sent[name] = (tensor.view(torch.uint8) if is_fp8 else tensor).clone().numpy()
+            sent[name] = stored_form(tensor).clone().numpy()
     return sent
+
+
+def stored_form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that NumPy knows, with the same bytes."""
+    return tensor if tensor.dtype == torch.float32 else tensor.view(torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +166,28 @@ def test_engines_receive_the_bytes_of_a_converted_folder(found, tmp_path):
     for sent in ranks:
         assert sent.keys() == converted.keys()
         for name, tensor in converted.items():
-            is_fp8 = tensor.dtype == torch.float8_e4m3fn
-            stored = (tensor.view(torch.uint8) if is_fp8 else tensor).numpy()
-            assert np.array_equal(sent[name], stored), name
+            assert np.array_equal(sent[name], stored_form(tensor).numpy()), name
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next-moe"])
+def test_weights_that_are_float32_beside_fp8_blocks_are_those_of_an_update(name, tmp_path):
+    """The decay and the norm after linear attention, as published: float32 in a model of bfloat16."""
+    source, converted = tmp_path / name, tmp_path / "converted"
+    make_family(source, name)
+    float32 = ("linear_attn.A_log", "linear_attn.norm.weight")
+    tensors = {
+        key: tensor if key.endswith(float32) else tensor.bfloat16()
+        for key, tensor in load_folder(source).items()
+    }
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(said))
+    write_fp8_folder(source, converted)
+    settings = rank_config(str(converted), bf16=True, distributed_timeout_minutes=2)
+    (sent,) = run_ranks(read_and_write, 1, settings, export=str(tmp_path / "out"))
+    folder = load_folder(converted)
+    assert sent.keys() == folder.keys()
+    for key, tensor in folder.items():
+        ours = stored_form(tensor).numpy()
+        assert sent[key].dtype == ours.dtype and np.array_equal(sent[key], ours), key
+        assert (tensor.dtype == torch.float32) == key.endswith((*float32, SCALE)), key

@@ -17,12 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost.config.tree import Config
+from rlpost.images.processor import ImageProcessor
 from rlpost.trainer.torch_dist.reader import read_metadata
 from rlpost.trainer.weights.importer import HuggingFaceFolder
 from tests.contract.actor_ranks import run_ranks
 from tests.contract.critic_ranks import returns_of, train_critic
 from tests.contract.families import load_model
 from tests.contract.image_ranks import (
+    MOST_PIXELS,
     ImageModel,
     adapt,
     as_stored,
@@ -322,6 +324,7 @@ def test_adapters_of_the_language_model_are_trained_with_images(made, tmp_path, 
         return  # PEFT has none of them; a step in test_lora.py has their gradients
     factors = load_file(tmp_path / "peft/adapter_model.safetensors")
     compare_factors(seen[0]["gradients"], factors, gradients)
+    assert ImageProcessor.of(tmp_path / "peft").max_pixels == MOST_PIXELS, "as in training"
     if importlib.util.find_spec("peft") is not None:
         compare_with_peft(model, samples, tmp_path / "peft", expected)
 

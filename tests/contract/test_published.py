@@ -32,7 +32,6 @@ from rlpost.extensions.planning.step_time import step_time
 from rlpost.extensions.planning.vision_memory import (
     kept_bytes,
     kept_bytes_if_frozen,
-    operations_of,
     planned_vision,
     tokens_of_images,
 )
@@ -392,7 +391,7 @@ def test_a_trained_encoder_runs_in_every_pass(part, more, recompute):
 
     def passes(**values: Any) -> float:
         config = with_images(vision_tower=part, recompute_granularity=recompute, **values)
-        of_image = operations_of(shape, image_tokens(config, shape) * shape.merge**2)
+        of_image = shape.operations(image_tokens(config, shape) * shape.merge**2)
         samples = config.samples_per_rollout / config.data_parallel_size
         return planned_vision(config, shape, width=2, tokens=1).operations / of_image / samples
 
@@ -405,7 +404,7 @@ def test_a_trained_encoder_runs_in_every_pass(part, more, recompute):
 def test_each_data_parallel_rank_with_samples_of_a_group_encodes_its_image():
     shape = hf_shape(language_model(MODELS["Qwen3-VL-4B"])).vision
     assert shape is not None
-    of_image = operations_of(shape, image_tokens(with_images(), shape) * shape.merge**2)
+    of_image = shape.operations(image_tokens(with_images(), shape) * shape.merge**2)
 
     def images_of_rank(data_parallel: int) -> float:
         config = with_images(

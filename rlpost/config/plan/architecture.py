@@ -14,8 +14,10 @@ from rlpost.config.model_arguments import OVERRIDABLE
 from rlpost.models.families.qwen_hybrid import LINEAR_SIZES
 from rlpost.models.family import Family
 from rlpost.models.model_types import HfConfig, MegatronFields
-from rlpost.models.rope import FULL, local_rope, rope, rope_type
+from rlpost.models.rope import FULL, SLIDING, local_rope, rope, rope_type
 
+LINEAR = "linear_attention"
+"""Kind of the layers with a gated delta net in ``layer_types``."""
 SCORES_OF_A_GROUP = 2
 """Experts whose scores rank a group (arXiv 2412.19437, section 2.1.2)."""
 
@@ -151,6 +153,44 @@ def routing_problem(fields: MegatronFields) -> str | None:
             f"num_experts_per_tok = {topk} with topk_group = {fields['moe_router_group_topk']} is not supported: "
             f"Megatron-core ranks a group by its best {counted(ranked, 'expert')}, the model by its best "
             f"{SCORES_OF_A_GROUP}; use topk_group = {topk // SCORES_OF_A_GROUP}, or n_group = 1"
+        )
+    return None
+
+
+def layers_problem(hf: HfConfig, fields: MegatronFields) -> str | None:
+    """Return why config.json describes other layers than those that are computed; None if it does not.
+
+    A list that was kept when layers were removed has another length, which transformers refuses
+    (``validate_layer_type``); a newer model may have other kinds of layers.
+    """
+    number = hf["num_hidden_layers"]
+    windowed = fields.get("window_attn_skip_freq") or [0] * number
+    linear = fields.get("linear_attention_freq") or [0] * number
+    sparse = fields.get("moe_layer_freq") or [0] * number
+    kinds = zip(windowed, linear, strict=False)
+    computed = {
+        "layer_types": [
+            LINEAR if is_linear else (FULL, SLIDING)[window] for window, is_linear in kinds
+        ],
+        "mlp_layer_types": [("dense", "sparse")[is_sparse] for is_sparse in sparse],
+    }
+    for key, ours in computed.items():
+        if (listed := hf.get(key)) is None:
+            continue
+        if len(listed) != number:
+            return (
+                f"{key} has {counted(len(listed), 'layer')} and num_hidden_layers = {number}; give one entry for "
+                "each layer"
+            )
+        for layer, (kind, mine) in enumerate(zip(listed, ours, strict=False)):
+            if kind != mine:
+                return (
+                    f"{key} has {kind!r} for layer {layer}, which would be computed as {mine!r}; use a "
+                    "checkpoint without it"
+                )
+    if any(windowed) and hf["sliding_window"] < 1:
+        return (
+            f"sliding_window = {hf['sliding_window']} with layers that have a window; use 1 or more"
         )
     return None
 

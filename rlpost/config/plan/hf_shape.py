@@ -48,7 +48,8 @@ def hf_shape(hf: HfConfig) -> Shape:
             shared_gate=fields.get("moe_shared_expert_gate", False),
             topk=fields.get("moe_router_topk", 0),
             latent=latent_of(fields),
-            vision=_vision(known, hf),
+            vision=(vision := _vision(known, hf)),
+            lacks_encoder=bool(known.carried) and vision is None,
         )
     except KeyError as error:
         raise WeightError(

@@ -137,7 +137,9 @@ class Shape:
     latent: Latent | None = None
     """Sizes of latent attention; ``head_dim`` is then the part of a query without position."""
     vision: VisionShape | None = None
-    """The encoder of images, which runs with --multimodal-keys alone."""
+    """The encoder of images, which runs with --multimodal-keys alone; engines always load it."""
+    lacks_encoder: bool = False
+    """Whether the folder has an encoder that the trainer cannot run, so that its size is not known."""
     mtp: bool = False
     """Whether the last stage also trains an MTP layer, of the kind of the last layer."""
 

@@ -50,11 +50,45 @@ class VisionShape:
     """Norms that also keep their input in float32: all RMSNorms of transformers."""
     ffn_inputs: int = 1
     """Matrices from the hidden size to that of the MLP: 2 if it is gated."""
+    windowed: int = 0
+    """Layers whose patches attend within a window alone."""
+    window: int = 0
+    """Patches of a window."""
 
     @property
     def parameters(self) -> int:
         """All weights and biases."""
         return self.of_inputs + self.depth * self.of_layer + self.of_mergers
+
+    def operations(self, patches: int) -> float:
+        """Floating-point operations of the forward pass of one image.
+
+        Two for each parameter and patch, or token of a merger, and attention of all patches.
+        """
+        weights = self.elements * self.hidden + self.depth * self.of_layer
+        attended = (self.depth - self.windowed) * patches
+        attended += self.windowed * min(patches, self.window)
+        attention = 4.0 * patches * attended * self.hidden  # scores, and sums of values
+        return 2.0 * patches * weights + attention + self.merger_operations(patches)
+
+    def merger_operations(self, patches: int) -> float:
+        """The part of ``operations`` of what projects patches to the language model."""
+        return 2.0 * patches * self.of_mergers / self.merge**2
+
+    def needed_operations(self, patches: int, vision_tower: str, num_logprob_passes: int) -> float:
+        """Operations that a step needs for one image, recomputation aside.
+
+        Args:
+            patches: of the image.
+            vision_tower: see --vision-tower. Features of a frozen encoder are computed once; a
+                trained one runs in every pass, and backward through its trained part alone.
+            num_logprob_passes: beside training.
+        """
+        forward = self.operations(patches)
+        if vision_tower == "frozen":
+            return forward
+        backward = forward if vision_tower == "all" else self.merger_operations(patches)
+        return (1 + num_logprob_passes) * forward + 2 * backward
 
 
 def vision_shape(
@@ -77,6 +111,7 @@ def vision_shape(
         merge=merge,
         deep=num_deep_layers,
         ffn_inputs=1 if layers == "plain" else 2,
+        **_windows(vision_config, side),
         **count(vision_config, elements, merge**2, num_deep_layers),
     )
 
@@ -91,6 +126,21 @@ class _Counts(TypedDict):
     kept_by_mergers: int
     kept_besides: int
     float32_norms: int
+
+
+class _Windows(TypedDict):
+    windowed: int
+    window: int
+
+
+def _windows(sizes: HfConfig, side: int) -> _Windows:
+    """Layers with windows: those that Qwen2.5-VL's ``fullatt_block_indexes`` leaves out."""
+    if (whole := sizes.get("fullatt_block_indexes")) is None:
+        return {"windowed": 0, "window": 0}
+    return {
+        "windowed": sizes["depth"] - len(set(whole)),
+        "window": (sizes.get("window_size", 112) // side) ** 2,  # pixels of a side
+    }
 
 
 def _plain(sizes: HfConfig, elements: int, merged: int, deep: int) -> _Counts:

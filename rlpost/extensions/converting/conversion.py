@@ -12,6 +12,7 @@ from pathlib import Path
 from rlpost.config.plan.architecture import mtp_problem
 from rlpost.config.tree import Config
 from rlpost.config.wording import with_values
+from rlpost.durable.provenance import PROVENANCE_FILE, Provenance
 from rlpost.durable.torch_dist_folder import find_checkpoint
 from rlpost.errors import WeightError
 from rlpost.trainer import device, megatron_checkpoint, parallel
@@ -35,12 +36,16 @@ def with_parts_of(config: Config, source: str | Path) -> Config:
     """Return the settings with the parts that ``source`` has besides the layers of the model.
 
     The layer for multi-token prediction: the converted checkpoint can then be used with and without
-    ``--enable-mtp-training``. The trained weights of an encoder of images, from a checkpoint.
+    ``--enable-mtp-training``. The trained weights of an encoder of images, from a checkpoint; and
+    settings of its run that the files of an export state.
 
     Raises:
         WeightError: ``source`` is a Hugging Face folder that cannot be read.
+        CheckpointError: the record of its settings in a checkpoint cannot be read.
     """
     folder = find_checkpoint(source)
+    if folder is not None:
+        config = _with_settings_of(config, folder)
     if folder is not None and (keys := encoder_keys(stored_keys(folder))):
         names = {key.removeprefix(ENCODER).partition(".")[0] for key in keys}
         which = "merger" if names <= set(MERGERS) else "all"
@@ -54,6 +59,20 @@ def with_parts_of(config: Config, source: str | Path) -> Config:
     else:
         has_layer = CHECKPOINT_KEY in StoredTensors(folder)
     return with_values(config, enable_mtp_training=has_layer)
+
+
+def _with_settings_of(config: Config, checkpoint: Path) -> Config:
+    """Add the settings of the run of ``checkpoint`` that its exports state, unless they are given."""
+    record = checkpoint / PROVENANCE_FILE
+    if not record.is_file():  # a conversion, or a checkpoint of Megatron-LM
+        return config
+    of_run = Provenance.from_json(record.read_text()).settings
+    given = {
+        "image_max_pixels": config.rollout.image_max_pixels,
+        "override_hf_config": dict(config.checkpoint.override_hf_config),
+    }
+    stated = {key: of_run[key] for key, value in given.items() if not value and of_run.get(key)}
+    return with_values(config, **stated) if stated else config
 
 
 class Converter:

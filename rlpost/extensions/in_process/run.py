@@ -29,11 +29,11 @@ import torch.distributed as dist
 from common.garbage import paused_for_imports
 from rlpost.config import extensions
 from rlpost.config.tree import Config
-from rlpost.driver.batches import model_break_even
 from rlpost.driver.calls import Calls
 from rlpost.driver.checkpoints import Checkpoints
 from rlpost.driver.generation import Generation
 from rlpost.driver.loop import Loop, Stages
+from rlpost.driver.model_flops import model_break_even
 from rlpost.driver.preemption import StopRequest
 from rlpost.driver.role_environment import trainer_environment
 from rlpost.driver.run_stages import policy_versions

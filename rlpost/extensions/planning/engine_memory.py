@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from rlpost.config.engine_args import attention_gpus, replicas
 from rlpost.config.plan.shape import Shape, attention_elements
+from rlpost.config.plan.vision import VisionShape
 from rlpost.config.tree import Config
 from rlpost.extensions.planning.adapters import served_adapters
 from rlpost.extensions.planning.counts import stored_bytes
@@ -120,7 +121,17 @@ def default_fraction(config: Config, shape: Shape, gpu_bytes: int) -> float:
         reserved += 1536 if shape.latent is not None else graphs
     if gpu_mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
-    return round((gpu_mib - reserved) / gpu_mib, 3)
+    fraction = round((gpu_mib - reserved) / gpu_mib, 3)
+    return fraction if shape.vision is None else fraction * _left_by_images(shape.vision)
+
+
+def _left_by_images(encoder: VisionShape) -> float:
+    """The factor of models with images: ``adjust_mem_fraction_for_vlm`` of SGLang's memory_hook.py.
+
+    It compares hidden sizes alone: no config.json of these families has ``num_hidden_layers``.
+    """
+    more = (encoder.hidden / 1024) ** 2 - 1
+    return 0.95 * max(0.8, min(1.05, 1 - 0.1 * more))
 
 
 def _captures_prefill(config: Config) -> bool:
@@ -198,6 +209,7 @@ def engine_weights(config: Config, shape: Shape, width: int) -> int:
     others = stored_bytes(shape, width) - sum(size for size, _ in parts)
     base = others // gpus + sum(size // shards for size, shards in parts)
     base += _copied_heads(shape, width, attention_gpus)
+    base += _encoder(config, shape, width, attention_gpus)
     if not config.sends_adapters:
         return base
     return base + width * served_adapters(config.lora, shape, gpus)  # SGLang's memory for one
@@ -212,6 +224,19 @@ def _attention(shape: Shape, width: int, gpus: int) -> list[tuple[int, int]]:
     rows = latent.query_rank + latent.kv_rank + latent.position
     everywhere = width * shape.num_layers * rows * shape.hidden
     return [(everywhere, 1), (projections - everywhere, gpus)]
+
+
+def _encoder(config: Config, shape: Shape, width: int, gpus: int) -> int:
+    """Bytes of the encoder of images, which engines load whether or not prompts have images.
+
+    The GPUs share its layers and mergers, unless each encodes other images; never in FP8.
+    """
+    if (encoder := shape.vision) is None:
+        return 0
+    shared = encoder.parameters - encoder.of_inputs
+    if not config.sglang.server_args.get("mm_enable_dp_encoder"):
+        shared //= gpus
+    return max(width, 2) * (encoder.of_inputs + shared)
 
 
 def _copied_heads(shape: Shape, width: int, gpus: int) -> int:

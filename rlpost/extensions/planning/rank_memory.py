@@ -261,4 +261,10 @@ def reference_note(config: Config, shape: Shape | None) -> str | None:
 
 def notes_of(config: Config, shape: Shape) -> list[str]:
     """All notes beside a plan."""
-    return [note for note in (reference_note(config, shape), frozen_note(config)) if note]
+    encoder = None
+    if shape.lacks_encoder:
+        encoder = (
+            "engines also load the model's encoder of images, whose size this plan does not count: "
+            "less memory is left for the KV cache"
+        )
+    return [note for note in (reference_note(config, shape), frozen_note(config), encoder) if note]

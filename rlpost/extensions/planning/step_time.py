@@ -25,6 +25,7 @@ from rlpost.extensions.planning.train_time import (
     mfu,
     train_step,
 )
+from rlpost.extensions.planning.vision_memory import needed_operations
 
 GENERATION, PASSES, CRITIC = "generation", "log-prob passes", "critic"
 IMAGES = "images"
@@ -86,7 +87,10 @@ def step_time(planned: Estimate, card: Card, rates: Rates = RATES) -> StepTime:
     training = sum(parts.values()) - parts.get(CRITIC, 0.0)
     if operations := planned.ranks[0].vision.operations:
         parts[IMAGES] = operations / job.peak / rates.products
+        training += parts[IMAGES]
     share = mfu(job, training / steps) * (3 + passes) / 3
+    of_images = needed_operations(config, planned.shape.vision)
+    share += of_images / planned.layout.world / training / job.peak
     parts[GENERATION] = generation_time(planned, card, rates)
     parts[UPDATE] = update_time(planned, card, rates)
     parts[OFFLOAD] = offload_time(planned, rates)

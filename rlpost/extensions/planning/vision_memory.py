@@ -40,13 +40,6 @@ def _tokens_with_images(config: Config) -> int:
     return longest_sample(config) if config.answers_are_episodes else prompt_tokens(config)
 
 
-def operations_of(shape: VisionShape, patches: int) -> float:
-    """Floating-point operations of one image: two for each parameter, and attention to all."""
-    weights = shape.elements * shape.hidden + shape.depth * shape.of_layer
-    weights += shape.of_mergers // shape.merge**2
-    return 2.0 * patches * weights + 4.0 * shape.depth * patches**2 * shape.hidden
-
-
 def activation_bytes(shape: VisionShape, patches: int, width: int) -> int:
     """Most bytes while one image is encoded, values of ``width`` bytes.
 
@@ -140,7 +133,18 @@ def tokens_of_images(config: Config, tokens: int) -> int:
 
 
 def _operations_of_image(config: Config, shape: VisionShape) -> float:
-    return operations_of(shape, image_tokens(config, shape) * shape.merge**2)
+    return shape.operations(image_tokens(config, shape) * shape.merge**2)
+
+
+def needed_operations(config: Config, shape: VisionShape | None) -> float:
+    """Operations that the images of a step need, on all ranks together; see ``perf/mfu_frac``."""
+    if shape is None or not config.takes_images:
+        return 0.0
+    patches = image_tokens(config, shape) * shape.merge**2
+    which = config.optimizer.vision_tower
+    prompts = config.rollout.rollout_batch_size
+    images = prompts if which == "frozen" else config.samples_per_rollout
+    return images * shape.needed_operations(patches, which, config.num_logprob_passes)
 
 
 def _with_training(

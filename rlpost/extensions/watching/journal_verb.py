@@ -19,6 +19,7 @@ from rlpost.durable.journal_chain import contents, follow, read_folder
 from rlpost.durable.journal_format import ANSWER, BATCH, DROPPED, EVALUATION, GROUP, PART, Record
 from rlpost.durable.journal_segments import Segment, Unreadable
 from rlpost.durable.state import RunState
+from rlpost.durable.verification import verified
 from rlpost.errors import CheckpointError, ConfigError
 
 COLUMNS = (
@@ -44,7 +45,7 @@ NAMES = {GROUP: "groups", BATCH: "batches", EVALUATION: "evaluations", PART: "pa
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``rlpost journal [RUN] [--records | --json]``."""
+    """Run ``rlpost journal [RUN] [--records | --json | --verify]``."""
     parser = Parser(
         prog="rlpost journal",
         description="Show the journal of a run: its segments, records and damage.",
@@ -53,8 +54,11 @@ def main(arguments: Sequence[str]) -> int:
     output = parser.add_mutually_exclusive_group()
     add_switch(output, "--records", "print every record in order")
     add_switch(output, "--json", "print a JSON object: segments and resume")
+    add_switch(output, "--verify", "read all checkpoints and compare them with their digests")
     options = parser.parse_args(arguments)
     folder = journal_folder(find_run(options.run, options.runs_dir))
+    if options.verify:
+        return _verify(folder.parent)
     try:
         segments, unreadable = read_folder(folder)
     except OSError as error:
@@ -77,6 +81,21 @@ def main(arguments: Sequence[str]) -> int:
     chain = _chain(folder, segments, unreadable)
     print("\n".join(named_lines((("", line) for line in chain), 0, width)))
     return 0
+
+
+def _verify(save: Path) -> int:
+    """Print whether each checkpoint is the one that was committed; return 1 if one is not."""
+    try:
+        found = verified(save)
+    except CheckpointError as error:
+        raise ConfigError(f"rlpost journal: {error}") from error
+    print(near_path(str(save)))
+    lines = [
+        (path.name, problem or "complete, with the digests of its commit")
+        for path, problem in found
+    ]
+    print("\n".join(named_lines(lines or [("", "no checkpoint")], 16, terminal_width())))
+    return int(any(problem is not None for _, problem in found))
 
 
 def journal_object(

@@ -36,21 +36,18 @@ TOKENIZER_FILES = (
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
-    "preprocessor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
     "LICENSE*",
     "LICENCE*",
     "NOTICE*",
 )
-NAMING_CODE = (
-    "config.json",
-    "tokenizer_config.json",
+PROCESSOR_FILES = (
     "preprocessor_config.json",
+    "image_processor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+"""How images become tokens and pixels."""
+NAMING_CODE = ("config.json", "tokenizer_config.json", *PROCESSOR_FILES)
 """Files whose ``auto_map`` names classes in Python files of the folder."""
 ASSET_RECORD = ".rlpost-asset.json"
 """File of ``rlpost fetch`` in a folder: its repository and commit."""
@@ -90,9 +87,14 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return [*_matching(folder, TOKENIZER_FILES), *_code(folder, ("tokenizer_config.json",))]
 
 
+def processor_files(folder: Path) -> list[Path]:
+    """Return the files that say how images become pixels and tokens. Raises OSError."""
+    return [*_matching(folder, PROCESSOR_FILES), *_code(folder, PROCESSOR_FILES)]
+
+
 def exported_files(folder: Path) -> list[Path]:
     """Return the files that an export of the folder's model has too. Raises OSError."""
-    files = _matching(folder, (*MODEL_FILES, *TOKENIZER_FILES))
+    files = _matching(folder, (*MODEL_FILES, *PROCESSOR_FILES, *TOKENIZER_FILES))
     return [*files, *_code(folder, NAMING_CODE)]
 
 

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common.files import check_path, sync
 from common.git_lfs import pointer_problem
@@ -29,6 +30,16 @@ WRITTEN = {
     "float16": ("F16", 2),
 }
 """By torch's name of a dtype: safetensors' name, and bytes; in the order of a file's tensors."""
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""By safetensors' names of dtypes."""
 
 
 class TensorFile:
@@ -139,23 +150,42 @@ def file_problems(folder: Path) -> list[str]:
 
 
 def _header(path: Path) -> tuple[dict[str, object], int]:
-    """Return the header's entry for each tensor, and the number of bytes of a complete file."""
+    """Return the header's entry for each tensor, and the number of bytes of a complete file.
+
+    Raises WeightError: it cannot be read, or tensors do not follow one another without a gap.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if length <= LONGEST_HEADER else b""
         tensors = json.loads(text)
         tensors.pop("__metadata__", None)
-        return tensors, 8 + length + max(
-            (tensor["data_offsets"][1] for tensor in tensors.values()), default=0
-        )
+        misplaced, num_bytes = _places(tensors)
     except OSError as error:
         raise WeightError(f"{path}: {_unreadable(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         problem = pointer_problem(path)
         raise WeightError(
             problem or f"{path}: is not a safetensors file, or is truncated in its header; {AGAIN}"
         ) from error
+    if misplaced is not None:
+        raise WeightError(
+            f"{path}: by its header, tensor {misplaced} overlaps another, leaves a gap, or has another shape; {AGAIN}"
+        )
+    return tensors, 8 + length + num_bytes
+
+
+def _places(tensors: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, int]:
+    """Return the first tensor that does not follow the one before, and the bytes of all."""
+    end = 0
+    for first, last, name in sorted(
+        (*each["data_offsets"], name) for name, each in tensors.items()
+    ):
+        bits = BITS[tensors[name]["dtype"]] * math.prod(tensors[name]["shape"])
+        if first != end or (last - first) * 8 != bits:
+            return name, end
+        end = last
+    return None, end
 
 
 def _unreadable(error: OSError) -> str:

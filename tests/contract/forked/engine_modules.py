@@ -41,7 +41,7 @@ def resolved(case: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     hf = DEFAULTS | case["hf"]
-    hf.setdefault("model_type", MODEL_TYPES[hf["architectures"][0]])
+    hf.setdefault("model_type", MODEL_TYPES.get(hf["architectures"][0]))
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(hf))
     memory_hook.get_device_memory_capacity = lambda device=None: case["gpu_mib"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ DEFAULTS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "small engine": ("qwen3_4b", 2, "H100", {}),
     "more GPUs than heads": ("qwen3_235b_a22b", 16, "B200", {"ep_size": 16}),
     "graphs of a given size": ("qwen3_30b_a3b", 8, "H100", {"cuda_graph_bs_decode": [8, 96]}),
+    "with images": ("qwen3_vl_4b", 2, "H100", {}),
     "no graphs": ("qwen3_30b_a3b", 4, "H100", {"disable_cuda_graph": True}),
 }
 
@@ -86,7 +88,8 @@ def theirs(forked: ForkedSglang) -> dict[str, dict[str, Any]]:
         if not args.get("disable_cuda_graph"):
             args["cuda_graph_backend_prefill"] = backend
         free = gpu_bytes - held(config) - engine_context(config, attention_gpus(config))
-        case = {"hf": PUBLISHED[model], "server_args": args | ON_CUDA, "free": free}
+        hf = json.loads((JOBS / f"models/{model}.json").read_text())  # SGLang reads nested keys
+        case = {"hf": hf, "server_args": args | ON_CUDA, "free": free}
         cases.append(case | {"gpu_mib": gpu_bytes / MIB})
     return dict(zip(CASES, forked.call(built, cases), strict=True))
 

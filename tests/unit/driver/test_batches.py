@@ -10,11 +10,11 @@ from rlpost.columns import RouteColumn, TokenSetColumn
 from rlpost.config.load import load
 from rlpost.driver.batches import (
     deal,
-    model_break_even,
     prefix_metrics,
     rollout_metrics,
     rollout_samples,
 )
+from rlpost.driver.model_flops import model_break_even
 from rlpost.errors import DataError
 from rlpost.trainer.packing import RowLayout, pack
 from rlpost.types import Sample, SampleGroup, ScoredSample
@@ -234,7 +234,7 @@ def test_long_sequences_include_the_cost_of_the_models_attention():
     assert model_break_even(qwen | {"intermediate_size": 18944}) == pytest.approx(
         7.07e9 / (28 * 3584), rel=1e-2
     )
-    sparse = qwen | dict(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True)
+    sparse = qwen | dict(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, head_dim=128)
     sparse |= dict(
         intermediate_size=1, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=18944 // 8
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from rlpost.driver import observation as module
 from rlpost.driver.checkpoints import SaveTimes
 from rlpost.driver.observation import (
     SLOW_STEPS,
-    Flops,
     Observation,
     SlowEngines,
     pace,
@@ -108,54 +106,6 @@ def test_pace_is_tokens_per_gpu_and_the_idle_fractions_of_a_step():
         "time/generation_waited_frac": 0.5,
     }
     assert pace({}, config()) == {}
-
-
-@pytest.mark.slow
-def test_flops_are_three_times_those_that_torch_counts_in_a_forward_pass(tmp_path):
-    """Compare with torch's FLOP counter on transformers' model of the same shape.
-
-    The counted forward pass computes attention for all pairs of tokens.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    length = 128
-    model = Qwen3ForCausalLM(
-        Qwen3Config(**{key: value for key, value in HF.items() if key != "architectures"})
-    )
-    counter = FlopCounterMode(display=False)
-    with (
-        counter,
-        torch.no_grad(),
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    ):
-        model(torch.zeros(1, length, dtype=torch.long))
-    # scores and values of all pairs, half of which are masked
-    attention = 2 * 2 * HF["num_hidden_layers"] * 64 * length**2
-    causal = counter.get_total_flops() - attention / 2
-    assert Flops(config(), HF).of(groups(length)) == pytest.approx(2 * 3 * causal, rel=0.01)
-
-
-def test_prompts_that_answers_share_count_once_and_others_in_full():
-    perf = {"share_prefix": True, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 100}
-    (same,) = groups()
-    first, second = same.samples
-    other = replace(second, sample=replace(second.sample, prompt_ids=(9, 9, 9, 9)))
-    mixed = replace(same, samples=(first, other))
-    whole, shared = Flops(config(), HF), Flops(config(perf=perf), HF)
-    assert shared.of([mixed]) == whole.of([mixed]) == whole.of([same])
-    assert shared.of([same]) == pytest.approx(whole.of([same]) * (20 - 4) / 20, rel=0.02)
-
-
-def test_log_prob_passes_count_as_one_forward_pass_each():
-    def of(**grpo):
-        return Flops(config(grpo=grpo), HF).of(groups())
-
-    alone = of()
-    assert of(use_kl_loss=True) == pytest.approx(alone * 4 / 3)
-    assert of(kl_coef=0.1) == pytest.approx(alone * 5 / 3)
-    assert of(keep_old_actor=True) == pytest.approx(alone * 4 / 3)
 
 
 async def test_a_line_has_the_times_of_sync_and_checkpoint_and_each_checkpoint_once(tmp_path):

@@ -29,6 +29,7 @@ FILES = {
     "model/config.json": "{}",
     "model/tokenizer.json": "{}",
     "model/additional_chat_templates/tool_use.jinja": "x",
+    "model/preprocessor_config.json": "{}",
     "model/model.safetensors": "",
 }
 NAMED_BY = {
@@ -41,6 +42,7 @@ NAMED_BY = {
     **dict.fromkeys(("held.jsonl", "held.png"), "evaluation set held"),
     "model/tokenizer.json": "the tokenizer in --hf-checkpoint",
     "model/additional_chat_templates/tool_use.jinja": "the tokenizer in --hf-checkpoint",
+    "model/preprocessor_config.json": "the processor of images in --hf-checkpoint",
 }
 """All others are weights, configuration, or not read."""
 

@@ -221,3 +221,30 @@ def test_an_encoder_of_other_patches_is_refused(tmp_path, vision, reason):
 def test_a_folder_without_a_processor_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no processor_config.json or preproc"):
         ImageProcessor.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"patch_size": 0}, "patch_size = 0; images need an integer of at least 1"),
+        ({"patch_size": 16.0}, "patch_size = 16.0; images need an integer"),
+        ({"merge_size": True}, "merge_size = True; images need an integer"),
+        ({"max_pixels": "9999"}, "max_pixels = '9999'; images need an integer"),
+        ({"size": {"shortest_edge": -1, "longest_edge": 9}}, "shortest_edge = -1; images need"),
+        ({"size": {"shortest_edge": 99, "longest_edge": 9}}, "at least 99 and at most 9 pixels"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std = .* images need numbers above 0"),
+        ({"image_mean": float("nan")}, "image_mean = nan; images need 3 numbers"),
+        ({"image_mean": True}, "image_mean = True; images need 3 numbers"),
+        ({"merge_size": 4}, "merge_size = 4, and spatial_merge_size = 2 of the encoder"),
+        ({"patch_size": 14}, "patch_size = 14, and patch_size = 16 of the encoder"),
+    ],
+)
+def test_settings_that_no_processor_can_have_are_refused(tmp_path, change, reason):
+    """A division by 0, pixels that are not finite, or tokens without a feature for each."""
+    name = "Qwen2VLImageProcessor"
+    fitting = {"image_processor_type": name, "patch_size": 16, "merge_size": 2}
+    encoder = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}, "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(encoder))
+    assert ImageProcessor.of(folder(tmp_path, fitting)).patch_size == 16
+    with pytest.raises(ConfigError, match=reason):
+        ImageProcessor.of(folder(tmp_path, fitting | change))

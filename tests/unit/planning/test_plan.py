@@ -37,7 +37,7 @@ from rlpost.extensions.planning.activations import (
 from rlpost.extensions.planning.estimate import Sizes, estimate
 from rlpost.extensions.planning.layout_search import nearest, suggest
 from rlpost.extensions.planning.nccl_memory import idle_context
-from rlpost.extensions.planning.rank_memory import RankMemory, forward_pass, held_memory
+from rlpost.extensions.planning.rank_memory import RankMemory, forward_pass, held_memory, notes_of
 from tests.unit.config.test_models import PUBLISHED
 
 GB = 10**9
@@ -518,3 +518,12 @@ def test_the_bars_of_every_phase_name_what_is_in_memory(colocate):
     made = planned("tiny", grpo={"advantage_estimator": "ppo"}, cluster={"colocate": colocate})
     names = {name for phase in made.phases for name, size in phase.parts if size}
     assert "critic" in names and all(name in str(plan.bars(made, 1000)) for name in names)
+
+
+def test_a_plan_says_that_it_does_not_count_an_encoder_of_unknown_size():
+    text = PUBLISHED["gemma3_1b"]
+    alone = hf_shape(text)
+    whole = hf_shape({**text, "architectures": ["Gemma3ForConditionalGeneration"]})
+    notes = {shape: notes_of(load([], {}).config, shape) for shape in (alone, whole)}
+    assert not any("encoder of images" in note for note in notes[alone])
+    assert any("does not count" in note for note in notes[whole])

@@ -12,7 +12,10 @@ from rlpost.config.checks.layout import layout_problems
 from rlpost.config.load import JOBS, files_of, load
 from rlpost.config.plan.cards import CARDS, card_of
 from rlpost.config.plan.shape import Layout, Shape, layers_of, rank_parameters
+from rlpost.config.plan.vision import image_tokens
+from rlpost.config.wording import with_values
 from rlpost.extensions.planning import plan_verb as plan
+from rlpost.extensions.planning import step_time as step_time_module
 from rlpost.extensions.planning import train_time
 from rlpost.extensions.planning.estimate import Estimate, Sizes, estimate
 from rlpost.extensions.planning.layout_search import FittingLayout, end_stages, suggest
@@ -20,6 +23,7 @@ from rlpost.extensions.planning.planned_slices import slice_figures, slice_plan
 from rlpost.extensions.planning.rates import nearest_card
 from rlpost.extensions.planning.step_time import faster_settings, step_time
 from rlpost.extensions.planning.train_time import Training, mfu, train_step
+from rlpost.extensions.planning.vision_memory import NO_VISION
 from tools.pages.published_runs import DOCS, NEAR, NOT_NEAR, speed_page, training_runs
 
 H100, GPU_BYTES = CARDS["H100"], plan.parse_size("H100")
@@ -108,6 +112,29 @@ def test_a_recipe_s_parts_add_up_and_the_settings_named_save_what_they_say(name)
     sizes = Sizes(gpu_bytes=GPU_BYTES, engine_width=2)
     saved = [option.saved for option in faster_settings(made, H100, sizes)]
     assert saved == sorted(saved, reverse=True) and all(0 < share < 1 for share in saved)
+
+
+@pytest.mark.parametrize("part", ["frozen", "merger", "all"])
+def test_the_encoder_counts_in_the_operations_of_training_and_in_its_seconds(part):
+    made = recipe("qwen3_vl_4b_geo3k", optimizer={"vision_tower": part})
+    text = replace(made, ranks=tuple(replace(rank, vision=NO_VISION) for rank in made.ranks))
+    no_images = with_values(text.config, multimodal_keys={}, vision_tower="frozen")
+    text = replace(text, config=no_images)
+
+    def of_peak(planned: Estimate) -> float:
+        """Operations of a step on each GPU, as seconds at its peak."""
+        time = step_time(planned, H100)
+        outside = (step_time_module.OFFLOAD, step_time_module.UPDATE, step_time_module.GENERATION)
+        return time.mfu * sum(value for name, value in time.parts.items() if name not in outside)
+
+    config, shape = made.config, made.shape.vision
+    assert shape is not None
+    patches = image_tokens(config, shape) * shape.merge**2
+    images = config.rollout.rollout_batch_size
+    images *= 1 if part == "frozen" else config.rollout.n_samples_per_prompt
+    one = shape.needed_operations(patches, part, config.num_logprob_passes)
+    expected = images * one / made.layout.world / (H100.tflops * 1e12)
+    assert of_peak(made) - of_peak(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("num_nodes", "crosses"), [(1, False), (2, True)])

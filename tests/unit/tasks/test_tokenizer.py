@@ -102,6 +102,13 @@ def test_end_tokens_are_those_of_both_configs(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path) == (2, 5, 7)
 
 
+@pytest.mark.parametrize("ends", ["5", [1, "2"], -1, True, 1.0])
+def test_an_end_token_is_an_id(tmp_path: Path, ends) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ConfigError, match=r"eos_token_id = .*; give an id, or a list of ids"):
+        eos_token_ids(tmp_path)
+
+
 def test_the_end_token_of_the_tokenizer_ends_an_answer_too(folder: Path) -> None:
     """Blaizzy/mlx-vlm#2112: configs may name <|endoftext|> alone, and the template another token."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
@@ -179,19 +186,40 @@ def test_the_added_tokens_that_a_template_writes_are_known(tmp_path: Path) -> No
     assert set(tokenize.special_tokens) == {"<|end|>", "<|user|>", "<|assistant|>"}
 
 
-def test_the_bos_occurs_once(folder: Path) -> None:
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+def add_to_texts(folder: Path, before: dict[str, int], after: dict[str, int]) -> None:
+    """Let the tokenizer add these tokens around each text."""
     core = json.loads((folder / "tokenizer.json").read_text())
+
+    def tokens(added: dict[str, int]) -> list[dict[str, object]]:
+        return [{"SpecialToken": {"id": name, "type_id": 0}} for name in added]
+
     core["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "[", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
+        "single": [*tokens(before), {"Sequence": {"id": "A", "type_id": 0}}, *tokens(after)],
         "pair": [],
-        "special_tokens": {"[": {"id": "[", "ids": [27], "tokens": ["["]}},
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for name, number in (before | after).items()
+        },
     }
     (folder / "tokenizer.json").write_text(json.dumps(core))
+
+
+@pytest.mark.parametrize("before", [{}, {"[": 27}])
+def test_a_prompt_does_not_end_with_the_token_that_the_tokenizer_adds(folder: Path, before) -> None:
+    """``add_eos_token`` of a tokenizer that was saved for training on documents."""
+    add_to_texts(folder, before, {"]": 28})
+    plain, whole = PromptTokenizer(folder), [*before.values(), 1, 2]
+    assert list(plain("ab")[1]) == whole
+    assert list(plain("ab]")[1]) == [*whole, 28], "that of the text stays"
+    assert list(plain.encode_whole("ab")) == [*whole, 28], "as engines encode a text"
+    templated = with_template(folder, "{{ messages[0]['content'] }}]")
+    assert list(templated("ab")[1]) == [1, 2, 28], "that of the template stays"
+
+
+def test_the_bos_occurs_once(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    add_to_texts(folder, {"[": 27}, {})
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "["}))
     tokenize = PromptTokenizer(folder)
     assert tokenize("ab")[1] == tokenize("[ab")[1] == (27, 1, 2)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.model_file import read_model
+from rlpost.config.plan.architecture import layers_problem
 from rlpost.errors import ConfigError, WeightError
+from rlpost.models.families import family
 from rlpost.models.names import Dimensions
 from rlpost.trainer.model_description import read_description
 from tests.settings import rank_config
@@ -62,6 +65,74 @@ def test_an_unsupported_option_is_refused(tmp_path, change):
         read_description(folder_with(tmp_path, **change))
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings = "false"; it must be true or false'),
+        ({"use_sliding_window": 1}, "use_sliding_window = 1; it must be true or false"),
+        ({"hidden_size": "64"}, 'hidden_size = "64"; it must be an integer of at least 1'),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0; it must be an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = true; it must be an integer"),
+        ({"head_dim": 0}, "head_dim = 0; it must be an integer of at least 1"),
+        ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps = "1e-6"; it must be a number above 0'),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN; it must be a number above 0"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, 'rope_theta = "1e6"; it must be a number'),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_theta = 0; it must be"),
+        ({"rope_parameters": [1]}, "rope_parameters = .1.; it must be an object or null"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_one_of_its_key_is_refused(tmp_path, change, reason):
+    """A text that is not empty is true, also "false": the output layer would be tied."""
+    with pytest.raises(WeightError, match=rf"config\.json: {reason}"):
+        read_description(folder_with(tmp_path, **change))
+
+
+@pytest.mark.parametrize("text", ["[]", '"a"', '{"a":' * 100_000, "{"], ids=range(4))
+def test_what_is_no_json_object_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightError, match=r"config\.json: not (valid JSON|a JSON object)"):
+        read_description(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: not (valid JSON|a JSON object)"):
+        read_model(tmp_path / "config.json")
+
+
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layer_types": [FULL] * 5}, "layer_types has 5 layers and num_hidden_layers = 4"),
+        ({"layer_types": [FULL] * 3}, "layer_types has 3 layers"),
+        ({"layer_types": []}, "layer_types has 0 layers"),
+        ({"layer_types": [FULL, FULL, "chunked_attention", FULL]}, "'chunked_attention' for layer 2"),
+        ({"layer_types": [LINEAR, FULL, FULL, FULL]}, f"{LINEAR!r} for layer 0, .* computed as {FULL!r}"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "layer_types": [FULL, WINDOW] * 2},
+            f"{WINDOW!r} for layer 1, .* computed as {FULL!r}",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 0, "layer_types": [WINDOW] * 4},
+            "sliding_window = 0 with layers that have a window",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_would_be_computed_otherwise_are_refused(tmp_path, change, reason):
+    """Megatron reads a list of another length without a word, and takes other kinds for full."""
+    with pytest.raises(WeightError, match=reason):
+        read_description(folder_with(tmp_path, **change))
+    windows = {"use_sliding_window": True, "sliding_window": 4, "layer_types": [FULL, WINDOW] * 2}
+    assert read_description(folder_with(tmp_path, **windows)).fields["window_attn_skip_freq"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_layers_are_computed_as_they_are_described(name):
+    hf = PUBLISHED[name]
+    known = family(hf["architectures"][0])
+    hf = known.resolved(hf)
+    assert layers_problem(hf, known.fields(hf)) is None
+
+
 def test_an_unknown_architecture_is_named_with_those_known(tmp_path):
     with pytest.raises(
         WeightError, match=r"'MixtralForCausalLM' is not known; known: .*Qwen3ForCausalLM"
@@ -76,7 +147,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
 
 def test_a_truncated_or_incomplete_config_is_reported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG)[:40])
-    with pytest.raises(WeightError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(WeightError, match=r"config\.json: not (valid JSON|a JSON object)"):
         read_description(tmp_path)
     with pytest.raises(
         WeightError, match=r"config\.json: has no 'num_.*experts', which Qwen3MoeForCausalLM needs"

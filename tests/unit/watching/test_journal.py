@@ -124,3 +124,19 @@ def test_a_segment_that_cannot_be_read_is_an_error_that_names_it(tmp_path, run, 
     monkeypatch.setattr("rlpost.durable.journal_chain.read_segment", fail)
     with pytest.raises(ConfigError, match=r"0000000\.log cannot be read"):
         main([str(run.root)])
+
+
+def test_verify_reads_every_checkpoint(tmp_path, run, capsys):
+    saves = tmp_path / "saves"
+    for step in (1, 2):
+        writing = begin(saves, step)
+        (writing / "weights.distcp").write_bytes(bytes([step]) * 5000)
+        (writing / STATE_FILE).write_text(RunState(step=step, pending={}).to_json())
+        commit(writing)
+    assert main([str(run.root), "--verify"]) == 0
+    assert capsys.readouterr().out.count("complete, with the digests") == 2
+    (saves / "iter_0000002/weights.distcp").write_bytes(bytes([2]) * 904 + bytes(4096))
+    assert main([str(run.root), "--verify"]) == 1
+    _, newest, older = capsys.readouterr().out.splitlines()
+    assert newest.startswith("iter_0000002") and "weights.distcp is damaged" in newest
+    assert older.startswith("iter_0000001") and "complete" in older

@@ -19,6 +19,7 @@ from rlpost.trainer.weights.hf_folder import (
     copy_files,
     exported_files,
     name_base,
+    processor_files,
     tokenizer_files,
 )
 
@@ -104,6 +105,8 @@ def test_code_is_exported_if_auto_map_names_it_with_what_it_imports(tmp_path: Pa
     assert {file.name for file in files} == {*names, "config.json", "tokenizer_config.json"}
     of_tokenizer = {file.name for file in tokenizer_files(source)}
     assert of_tokenizer == {"tokenizer_config.json", "tokenization_x.py"}
+    (source / "preprocessor_config.json").write_text("{}")
+    assert [file.name for file in processor_files(source)] == ["preprocessor_config.json"]
     copy_files(files, source, target)
     assert {path.name: path.read_text() for path in target.glob("*.py")} == {
         name: CODE[name] for name in names

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
 
 from rlpost.errors import WeightError
 from rlpost.trainer.weights.safetensors_files import (
+    BITS,
     INDEX,
     SINGLE,
     WRITTEN,
@@ -162,3 +164,43 @@ def test_a_file_written_tensor_by_tensor_has_the_bytes_of_the_librarys(tmp_path)
         file.write(name, memoryview(one.flatten().view(torch.uint8).numpy()))
     file.close()
     assert path.read_bytes() == save(tensors, {"format": "pt"})
+
+
+def entry(shape: list[int], first: int, last: int, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ({"a": entry([4], 0, 16), "b": entry([4], 0, 16), "c": entry([12], 16, 64)}, "b"),
+        ({"a": entry([4], 0, 16), "c": entry([4], 48, 64)}, "c"),
+        ({"a": entry([400], 0, 64)}, "a"),
+        ({"a": entry([16], -64, 64)}, "a"),
+        ({"a": entry([16], 0, 64, "BF16")}, "a"),
+    ],
+)
+def test_tensors_that_do_not_follow_one_another_are_refused_as_on_the_ranks(tmp_path, header, name):
+    text = json.dumps(header).encode()
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / SINGLE)
+    (problem,) = file_problems(tmp_path)
+    assert f"{SINGLE}: by its header, tensor {name} overlaps another" in problem
+
+
+def test_a_header_that_is_nested_too_deep_is_refused(tmp_path):
+    text = b"[" * 200_000
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text)
+    (problem,) = file_problems(tmp_path)
+    assert "is not a safetensors file" in problem
+
+
+@pytest.mark.parametrize("dtype", sorted(BITS))
+def test_bits_are_those_of_the_library(tmp_path, dtype):
+    size = BITS[dtype]  # of 8 elements
+    text = json.dumps({"a": entry([8], 0, size, dtype), "b": entry([0], size, size)}).encode()
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    assert file_problems(tmp_path) == []
+    with safe_open(tmp_path / SINGLE, "np") as file:
+        assert list(file.keys()) == ["a", "b"]
