@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlpost.errors import WeightError
 from rlpost.models.model_types import HfConfig, MegatronFields
 from rlpost.models.names import MTP_LAYER, Rule
 from rlpost.models.rope import axis_sections
@@ -181,18 +180,11 @@ def window_fields(hf: HfConfig, layer_types: Sequence[str]) -> dict[str, object]
     """TransformerConfig fields of the layers with a sliding window; empty if no layer has one.
 
     In Megatron's window the first number does not count the query itself.
-
-    Raises:
-        WeightError: the window has no token.
     """
     windowed = [int(kind == "sliding_attention") for kind in layer_types]
     if not any(windowed):
         return {}
-    if (window := hf["sliding_window"]) < 1:
-        raise WeightError(
-            f"sliding_window = {window} must be positive; use a checkpoint in which it is"
-        )
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": windowed}
+    return {"window_size": (hf["sliding_window"] - 1, 0), "window_attn_skip_freq": windowed}
 
 
 def expert_fields(

@@ -246,8 +246,6 @@ def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
         if problem := tied_problem(content):
             raise WeightError(problem)
         refused = {key: hf.get(key) for key in description.family.refused}
-        if problem := architecture.size_problem(description.hf_config):
-            raise WeightError(problem)
         if problem := architecture.routing_problem(description.fields):
             raise WeightError(problem)
         given = {key for key, value in description.hf_config.items() if value is not None}

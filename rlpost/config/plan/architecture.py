@@ -21,12 +21,6 @@ LINEAR = "linear_attention"
 SCORES_OF_A_GROUP = 2
 """Experts whose scores rank a group (arXiv 2412.19437, section 2.1.2)."""
 
-POSITIVE = (
-    "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "rope_theta", "partial_rotary_factor"
-)  # fmt: skip
-"""Keys of config.json whose values are positive in every model."""
-
 
 def head_dim(hf: HfConfig) -> int:
     """Return the width of an attention head; in latent attention of its part without position."""
@@ -46,16 +40,6 @@ def rotary_percent(hf: HfConfig) -> float:
     if hf.get("rotary_dim") is not None:
         return float(hf["rotary_dim"] / head_dim(hf))
     return rope(hf).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-
-
-def size_problem(hf: HfConfig) -> str | None:
-    """Return which size or factor is not positive; None if all are that are given."""
-    options: Mapping[str, object] = rope(hf)
-    for key in POSITIVE:
-        value = options.get(key, hf.get(key))
-        if isinstance(value, int | float) and value <= 0:
-            return f"{key} = {value!r} must be positive; use a checkpoint in which it is"
-    return None
 
 
 def rotary_problem(hf: HfConfig) -> str | None:
