@@ -56,6 +56,10 @@ class Compared:
     """Tensors that are loaded by name."""
     problem: str = ""
     """Why an engine that is this rank alone is refused."""
+    answer: dict[str, Any] = field(default_factory=dict)
+    """Of the rank, without its boxes."""
+    names: list[str] = field(default_factory=list)
+    """Of the tensors by the numbers in it."""
     num_bytes: int = 0
     """That the rank receives."""
     total_bytes: int = 0
@@ -230,6 +234,8 @@ def compare(folder: Path, layout: Layout) -> Compared:
                 compared.changed = differing(expected, held(model))
                 compared.reasons = recorded["reasons"]
                 compared.problem = problem_of(recorded, driver.types)
+                compared.answer = {key: recorded[key] for key in ("filled", "reasons")}
+                compared.names = list(driver.types)
                 compared.num_boxes = sum(len(one[-1]) for one in recorded["boxes"])
             spoil(model, filled)
             compared.num_bytes = driver.update(values)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.engines.engine_client import EngineClient
+from rlpost.engines.load_check import check_ranks
 from rlpost.engines.shards import messages
 from rlpost.errors import EngineNotPrepared, RolloutError
 from rlpost.extensions.converting.fp8_folder import write_fp8_folder
@@ -137,6 +138,11 @@ def test_an_update_in_slices_is_what_sglang_loads(forked: ForkedSglang, tmp_path
         check(case, outcome)
         if case[1] == WHOLE and case[0] not in LEFT_OUT:
             assert not outcome.problem, f"{case}: the trainer's own model is refused"
+    of_layouts = ([outcomes[name, one] for one in (WHOLE, SECOND)] for name in ALL)
+    for whole_model, half in of_layouts:
+        assert isinstance(whole_model, Compared) and isinstance(half, Compared)
+        check_ranks("here", [whole_model.answer, half.answer], half.names)
+        assert len(half.answer["filled"]) > 10, "what fills the parameters is not known"
     needed = outcomes["qwen3-moe", EXPERTS]
     assert isinstance(needed, Compared)
     assert needed.num_bytes < 0.7 * needed.total_bytes, "a rank gets tensors that it does not hold"
