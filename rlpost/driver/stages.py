@@ -90,14 +90,12 @@ class ClusterStages(RunStages):
             self.cluster, offer=offer_of, joined=startup.add_node, record=self.record
         )
         await startup.within_deadline(weights.connect())
-        self.load_check = weights.load_check
         parts = JoinParts(
             self.cluster,
             self._engines.serving.places,
             hf=self.hf,
             export=self._actors.write_engine_folder,
             check=self.checkpoints.check_owner,
-            load_check=lambda: self.load_check,
             record=self.record,
         )
         self._joining = joining_engines(config, parts)
@@ -173,7 +171,6 @@ class ClusterStages(RunStages):
             weights[name] = SnapshotWeights(
                 self.groups.engines[name],
                 self.groups.jobs.get(name),
-                load_check=self.load_check,
                 load_adapters=load_adapters,
                 timeout_s=timeout_s,
             )
@@ -186,7 +183,6 @@ class ClusterStages(RunStages):
                 self._engines,
                 self._engine_health,
                 config.eval.eval_policy_engines,
-                load_check=self.load_check,
                 load_adapters=load_adapters,
                 timeout_s=timeout_s,
             )

@@ -21,6 +21,7 @@ import orjson
 
 from common.files import write_atomic
 from rlpost.config.plan.shard_plan import Unit, check_complete
+from rlpost.config.plan.weight_update import read_units
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import Mover, Receiver, all_do
 from rlpost.engines.shards.messages import kind_of, serialised
@@ -37,10 +38,10 @@ Place = tuple[str, str]
 class LoadCheck:
     """Compares what engines load with what a trainer sends. An engine records once in its life."""
 
-    def __init__(self, units: Sequence[Unit], folder: Path) -> None:
+    def __init__(self, units: Sequence[Unit] = (), folder: Path = Path()) -> None:
         """
         Args:
-            units: the tensors that are sent.
+            units: the tensors that are sent; for ``check_folder`` those that the first folder lists.
             folder: shared by all nodes; each check has a folder in it, and removes it.
         """
         self._units, self._folder = units, folder
@@ -71,6 +72,16 @@ class LoadCheck:
             await all_do("close the session", [one.client.end_weight_update() for one in able])
         if problem is not None:
             raise problem
+
+    async def check_folder(self, receivers: Sequence[Receiver], weights: Path) -> None:
+        """Check paused engines, as ``check`` does, before they read a folder of all weights."""
+        self._folder = weights.parent
+        try:
+            self._units = self._units or await in_daemon(partial(read_units, weights))
+        except (OSError, ValueError) as error:
+            self._report(receivers, str(error))
+        else:
+            await self.check(receivers, in_session=False)
 
     async def _problem(self, receivers: Sequence[Receiver]) -> WeightError | None:
         name = secrets.token_hex(8)  # engines may live longer than an attempt of the run

@@ -415,7 +415,7 @@ class Training:
 class WeightCoordinator:
     """Gives the engine the weights of the trainer's last update."""
 
-    num_bytes, engines_are_stuck, load_check = 0, False, None
+    num_bytes, engines_are_stuck = 0, False
 
     def __init__(self, config: Any, engines: Any, actors: Any, *, stop: Any, **more: Any) -> None:
         self.observed: Observed = ROOM.attempt.observed

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.config.plan.shard_plan import SentTensor, Unit
+from rlpost.config.plan.weight_update import read_units, write_units
 from rlpost.engines import load_check
 from rlpost.engines.load_check import LoadCheck
 from rlpost.errors import WeightError
@@ -78,6 +80,28 @@ def test_an_answer_that_cannot_be_read_is_named_once_and_ends_nothing(
     asyncio.run(twice())
     assert caplog.text.count("http://e0: whether its model loads every tensor") == 1
     assert not engine.in_session
+
+
+def test_engines_that_read_a_folder_are_checked_by_the_list_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tensor that engines may skip, and one beside the list, are not looked for."""
+    extra = Unit(1, (SentTensor("mtp", (2,), "float32"),), is_divisible=False, is_optional=True)
+    weights = tmp_path / "version-1"
+    weights.mkdir()
+    check, missing = LoadCheck(), receivers(Checked([ALL[:2]]))
+
+    async def whole_run() -> None:
+        await check.check_folder(missing, weights)
+        write_units(weights, [*UNITS, extra])
+        assert read_units(weights) == [*UNITS, extra]
+        await check.check_folder(receivers(Checked([ALL])), weights)
+        with pytest.raises(WeightError, match="t2: the ranks of engine http://e0 load nothing"):
+            await check.check_folder(missing, weights)
+
+    asyncio.run(whole_run())
+    assert caplog.text.count("cannot be checked: [Errno 2] No such file") == 1
+    assert list(tmp_path.iterdir()) == [weights]
 
 
 @pytest.mark.parametrize("skipped", ALL, ids=[one.tensor for one in ALL])
