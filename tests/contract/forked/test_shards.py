@@ -40,6 +40,7 @@ from tests.contract.forked.shard_models import (
     answers_of_two_ranks,
     compare_all,
     cut,
+    flushes,
     other_values,
 )
 from tests.contract.forked.test_engine_parameters import (
@@ -193,6 +194,12 @@ def test_what_one_rank_of_an_engine_cannot_load_is_the_answer_of_all(
     answers = forked.call(answers_of_two_ranks, tmp_path / "model", tmp_path / "store")
     assert answers[0] == answers[1]
     assert not answers[0][0] and answers[0][1].startswith("rank 1: Failed to update parameter")
+
+
+def test_a_flush_fails_if_a_data_parallel_rank_keeps_its_cache(forked: ForkedSglang) -> None:
+    """SGLang 0.5.21 answers with what the first of them says."""
+    answers = forked.call(flushes, [[True], [True, True], [True, False, True], [False, True]])
+    assert answers == [(True, "rank 0"), (True, "rank 0"), (False, "rank 1"), (False, "rank 0")]
 
 
 class Trainer:
