@@ -25,6 +25,8 @@ _LOGPROBS = b'"output_token_logprobs":[['
 """Cannot occur inside a JSON string, where quotes are escaped."""
 MASK_FIELD = "return_sampling_mask"
 """Field of a request that asks for the ids that each token was sampled from."""
+ROUNDING = 1e-3
+"""By how much a log-prob may exceed 0: one over a sampling mask is a difference of two numbers."""
 _BETWEEN, _AT_END = b",null],[", b",null"
 
 
@@ -91,6 +93,8 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
         raise ValueError("log-probs of other tokens than those of the answer")
     if logprobs.find_not_finite() is not None:  # a log-prob of null becomes nan
         raise ValueError("a token without a log-prob, or one that is not a finite number")
+    if len(logprobs) and logprobs.array.max() > ROUNDING:
+        raise ValueError(f"a log-prob of {logprobs.array.max()}, which is no probability")
     if mask is not None and len(mask) != len(token_ids):
         raise ValueError(f"sampling masks of {len(mask)} tokens for {len(token_ids)} tokens")
     spans = version_spans(meta, before + num_new)

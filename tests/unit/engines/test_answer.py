@@ -71,6 +71,16 @@ def test_log_probs_of_other_tokens_are_no_answer(
         parse(body_of(made, separators))
 
 
+@pytest.mark.parametrize("logprob", [0.7, 0.0011, 1e30])
+def test_a_log_prob_above_zero_is_no_answer(logprob: float) -> None:
+    made = generated([7, 8], version="4")
+    made["meta_info"]["output_token_logprobs"][1][0] = logprob
+    with pytest.raises(ValueError, match="which is no probability"):
+        parse(body_of(made))
+    made["meta_info"]["output_token_logprobs"][1][0] = 1e-6
+    assert parse(body_of(made)).token_ids == [7, 8]
+
+
 @pytest.mark.parametrize(
     ("spans", "expected"),
     [
