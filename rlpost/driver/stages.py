@@ -251,6 +251,7 @@ class ClusterStages(RunStages):
         metrics = await self.recovery.over("train", train)
         self.recovery.note_step(rollout)
         self._engine_health.note_version(self.versions.engines(rollout))
+        self.generation.note_version(self.versions.engines(rollout))
         self.groups.forget_restarts()
         return metrics
 
@@ -258,6 +259,7 @@ class ClusterStages(RunStages):
         """Send the weights to every engine and check the version on each."""
         self.stop.check()
         self._policy_version = policy_version
+        self.generation.note_version(policy_version)
         is_writing = self.config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._engines.pause_mode if is_writing else "abort"
         # Offloaded actors write the weights for other jobs before their own engines generate.
