@@ -33,11 +33,10 @@ from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import (
     AdapterMover,
     DiskMover,
-    Mover,
     PauseMode,
     WeightUpdate,
 )
-from rlpost.engines.load_check import CheckedMover, LoadCheck
+from rlpost.engines.load_check import LoadCheck
 from rlpost.errors import CheckpointError, Fenced, Preempted
 from rlpost.types import EngineAddress
 
@@ -87,19 +86,17 @@ class SnapshotWeights:
         engines: Receivers,
         jobs: JoiningEngines | None = None,
         *,
-        load_check: LoadCheck | None = None,
         load_adapters: bool,
         timeout_s: float,
     ) -> None:
         """
         Args:
             jobs: engines of the group on other jobs; None without them.
-            load_check: for engines before they read a folder; None if it has adapters alone.
             load_adapters: the folders have adapters alone.
         """
         self._engines, self._jobs, self._timeout_s = engines, jobs, timeout_s
         self._mover = AdapterMover if load_adapters else DiskMover
-        self._load_check = load_check
+        self._load_check = None if load_adapters else LoadCheck()
         self.folder: Path | None = None
         """What the next update reads; without one the engines keep their weights."""
 
@@ -119,18 +116,17 @@ class SnapshotWeights:
             await self._jobs.serve(version, self.folder)
         if not self._engines.addresses:
             return
-        folder = str(self.folder)
-
-        async def write(_: int) -> str:
-            return folder
-
+        folder = self.folder
         update = WeightUpdate(
             self._engines.addresses, api_key=self._engines.api_key, timeout_s=self._timeout_s
         )
-        mover: Mover = self._mover(write)
-        if self._load_check is not None:
-            mover = CheckedMover(mover, self._load_check)
-        await update.update(version, mover, pause=pause, ready=ready)
+
+        async def write(_: int) -> str:
+            if self._load_check is not None:
+                await self._load_check.check_folder(update.receivers, folder)
+            return str(folder)
+
+        await update.update(version, self._mover(write), pause=pause, ready=ready)
 
     async def forget(self) -> None:
         """Read the folder no more. Engines of this job keep its weights; others wait for the next."""

@@ -211,6 +211,10 @@ class Generation:
         if self._answers is not None:
             await self._closing.enter_async_context(self._answers)
 
+    def note_version(self, version: int) -> None:
+        """Record that engines may have the weights of ``version`` from now on."""
+        self._connection.newest_version = max(version, self._connection.newest_version or 0)
+
     def rollouts(
         self,
         state: RunState,

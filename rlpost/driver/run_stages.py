@@ -32,7 +32,6 @@ from rlpost.driver.startup import Startup
 from rlpost.driver.worker_groups import Actor, ActorGroup, remote
 from rlpost.durable.journal import Journal
 from rlpost.durable.state import RunState
-from rlpost.engines.load_check import LoadCheck
 from rlpost.errors import CheckpointError, Fenced
 from rlpost.models.config_file import read_config
 from rlpost.rollout.policy_versions import PolicyVersions
@@ -87,8 +86,6 @@ class RunStages(Stages):
         self.versions = policy_versions(config, start=0, kept=None)
         """Versions of the policy in this attempt; those of the ranks, once a trainer has started."""
         self.closing = AsyncExitStack()
-        self.load_check: LoadCheck | None = None
-        """Of engines that get all weights; a mode that sends them sets it."""
         self.ranks: ActorGroup
         """The ranks that train; a mode that trains creates them."""
         attempt = Path(cluster.attempt_dir).name
@@ -128,7 +125,6 @@ class RunStages(Stages):
             clients,
             hf=self.hf,
             check=self.checkpoints.check_owner,
-            load_check=lambda: self.load_check,
             record=self.record,
         )
         self.closing.push_async_callback(self.groups.close)

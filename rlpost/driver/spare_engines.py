@@ -23,7 +23,6 @@ from rlpost.driver.engines.engine_health import EngineHealth, Hook
 from rlpost.driver.engines.own_engines import OwnEngines
 from rlpost.engines.connection import RunEngines
 from rlpost.engines.engine_side_weights import PauseMode
-from rlpost.engines.load_check import LoadCheck
 from rlpost.errors import SyncError
 from rlpost.types import EngineAddress
 
@@ -45,7 +44,6 @@ class SpareEngines:
         health: EngineHealth,
         number: int,
         *,
-        load_check: LoadCheck | None = None,
         load_adapters: bool,
         timeout_s: float,
     ) -> None:
@@ -53,12 +51,10 @@ class SpareEngines:
         Args:
             engines, health: of the policy's engines.
             number: most engines to take.
-            load_check, load_adapters, timeout_s: see ``SnapshotWeights``.
+            load_adapters, timeout_s: see ``SnapshotWeights``.
         """
         self._engines, self._health, self._number = engines, health, number
-        self.weights = SnapshotWeights(
-            self, load_check=load_check, load_adapters=load_adapters, timeout_s=timeout_s
-        )
+        self.weights = SnapshotWeights(self, load_adapters=load_adapters, timeout_s=timeout_s)
         self.serving = RunEngines()
         """The engines that evaluate, for requests."""
         self._lent: Sequence[int] = ()

@@ -90,14 +90,12 @@ class ClusterStages(RunStages):
             self.cluster, offer=offer_of, joined=startup.add_node, record=self.record
         )
         await startup.within_deadline(weights.connect())
-        self.load_check = weights.load_check
         parts = JoinParts(
             self.cluster,
             self._engines.serving.places,
             hf=self.hf,
             export=self._actors.write_engine_folder,
             check=self.checkpoints.check_owner,
-            load_check=lambda: self.load_check,
             record=self.record,
         )
         self._joining = joining_engines(config, parts)
@@ -173,7 +171,6 @@ class ClusterStages(RunStages):
             weights[name] = SnapshotWeights(
                 self.groups.engines[name],
                 self.groups.jobs.get(name),
-                load_check=self.load_check,
                 load_adapters=load_adapters,
                 timeout_s=timeout_s,
             )
@@ -186,7 +183,6 @@ class ClusterStages(RunStages):
                 self._engines,
                 self._engine_health,
                 config.eval.eval_policy_engines,
-                load_check=self.load_check,
                 load_adapters=load_adapters,
                 timeout_s=timeout_s,
             )
@@ -255,6 +251,7 @@ class ClusterStages(RunStages):
         metrics = await self.recovery.over("train", train)
         self.recovery.note_step(rollout)
         self._engine_health.note_version(self.versions.engines(rollout))
+        self.generation.note_version(self.versions.engines(rollout))
         self.groups.forget_restarts()
         return metrics
 
@@ -262,6 +259,7 @@ class ClusterStages(RunStages):
         """Send the weights to every engine and check the version on each."""
         self.stop.check()
         self._policy_version = policy_version
+        self.generation.note_version(policy_version)
         is_writing = self.config.rollout.rollout_mode == "fully_async"
         pause: PauseMode = self._engines.pause_mode if is_writing else "abort"
         # Offloaded actors write the weights for other jobs before their own engines generate.

@@ -158,7 +158,7 @@ class WeightCoordinator:
         self._has_sent_slices = False
         self._refusal: str | None = None
         """Why the engines refused slices, in this driver's life."""
-        self.load_check: LoadCheck | None = None
+        self._load_check: LoadCheck | None = None
         """Of engines that get all weights, since the first connection; None if they get adapters."""
         self._timeout_s = 60.0 * config.cluster.distributed_timeout_minutes
         self._join_s = min(JOIN_S, self._timeout_s)
@@ -210,13 +210,12 @@ class WeightCoordinator:
 
     async def _checked(self) -> Mover:
         """The mover, with a check of the engines before it sends; one of slices has its own."""
-        if self._config.sends_adapters:
+        if self._config.sends_adapters or isinstance(self._mover, ShardMover):
             return self._mover
-        if self.load_check is None:
+        if self._load_check is None:
             units = await self._actors.first(remote(Actor.shards.list_units))
-            self.load_check = LoadCheck(units, self._attempt / SLICES)
-        is_checked = isinstance(self._mover, ShardMover)
-        return self._mover if is_checked else CheckedMover(self._mover, self.load_check)
+            self._load_check = LoadCheck(units, self._attempt / SLICES)
+        return CheckedMover(self._mover, self._load_check)
 
     def move(self, placement: Placement) -> None:
         """Use ``placement`` from the next ``connect`` on: ranks or engines are on other nodes."""

@@ -25,6 +25,8 @@ _LOGPROBS = b'"output_token_logprobs":[['
 """Cannot occur inside a JSON string, where quotes are escaped."""
 MASK_FIELD = "return_sampling_mask"
 """Field of a request that asks for the ids that each token was sampled from."""
+ROUNDING = 1e-3
+"""By how much a log-prob may exceed 0: one over a sampling mask is a difference of two numbers."""
 _BETWEEN, _AT_END = b",null],[", b",null"
 
 
@@ -60,18 +62,19 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
         before: tokens of the answer that earlier events of a stream had; those after are returned.
 
     Raises:
-        ValueError: the body is not JSON, or not an answer with a log-prob for each token.
+        ValueError: the body is not JSON, or not an answer with log-prob and version of each token.
         RolloutError: the version of the engine's weights is not an integer, or its routes do not
             fit the model.
     """
-    raw, logprobs = _parsed(body)
+    raw, pairs = _parsed(body)
     try:
         # A response aborted before its first token has little besides a text and a finish reason.
         meta = raw["meta_info"]
         reason, listed = meta["finish_reason"], meta.pop("output_token_logprobs", None) or []
         token_ids = IntColumn(raw.get("output_ids") or ())
-        if logprobs is None:
-            logprobs = FloatColumn([entry[0] for entry in listed])
+        if pairs is None:
+            pairs = np.array([entry[:2] for entry in listed], dtype=np.float64).reshape(-1, 2)
+        logprobs, logprob_ids = FloatColumn.view(pairs[:, 0].astype(np.float32)), pairs[:, 1]
         text, parsed_routes = raw.get("text") or "", _routes(meta, routes)
         mask, mask_logprobs = _sampling_mask(meta)
         logprobs = logprobs if mask_logprobs is None else mask_logprobs
@@ -80,13 +83,18 @@ def parse(body: bytes, routes: RouteFormat | None = None, *, before: int = 0) ->
             num_new = meta["completion_tokens"] - before
             new = slice(len(token_ids) - num_new, None)
             token_ids, logprobs = token_ids[new], logprobs[len(logprobs) - num_new :]
+            logprob_ids = logprob_ids[len(logprob_ids) - num_new :]
             mask = None if mask is None else mask[len(mask) - num_new :]
     except (KeyError, TypeError, IndexError, OverflowError, AttributeError) as error:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__}: {error}") from error
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
+    if not np.array_equal(logprob_ids, token_ids.array):
+        raise ValueError("log-probs of other tokens than those of the answer")
     if logprobs.find_not_finite() is not None:  # a log-prob of null becomes nan
         raise ValueError("a token without a log-prob, or one that is not a finite number")
+    if len(logprobs) and logprobs.array.max() > ROUNDING:
+        raise ValueError(f"a log-prob of {logprobs.array.max()}, which is no probability")
     if mask is not None and len(mask) != len(token_ids):
         raise ValueError(f"sampling masks of {len(mask)} tokens for {len(token_ids)} tokens")
     spans = version_spans(meta, before + num_new)
@@ -132,14 +140,17 @@ def version_spans(meta: Mapping[str, Any], length: int) -> tuple[tuple[int, int]
                 f"an engine generates with weights of version {span['version']!r}; an integer is needed"
             )
     ends = [*(min(span["end"], length) for span in reported[:-1]), length]
+    starts = [min(span["start"], length) for span in reported]
+    if starts != [0, *ends[:-1]]:
+        raise ValueError(f"weight versions of {reported} are not those of tokens 0 to {length}")
     return tuple(
-        (int(span["version"]), end - span["start"])
-        for span, end in zip(reported, ends, strict=True)
+        (int(span["version"]), end - start)
+        for span, start, end in zip(reported, starts, ends, strict=True)
     )
 
 
-def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
-    """Parse JSON; return the log-probs separately if their list has SGLang's exact formatting."""
+def _parsed(body: bytes) -> tuple[Any, np.ndarray[Any, np.dtype[np.float64]] | None]:
+    """Parse JSON; return [log-prob, id] of each token if their list has SGLang's exact formatting."""
     start = body.find(_LOGPROBS) + len(_LOGPROBS)
     end = body.find(b"]]", start)
     if start < len(_LOGPROBS) or end < 0:
@@ -153,6 +164,4 @@ def _parsed(body: bytes) -> tuple[Any, FloatColumn | None]:
     except (ValueError, TypeError):  # other white space, or texts of tokens
         return orjson.loads(body), None
     # A missing log-prob reads as nan; the others round to the engine's float32 values.
-    return orjson.loads(body[: start - 1] + body[end + 1 :]), FloatColumn.view(
-        pairs[:, 0].astype(np.float32)
-    )
+    return orjson.loads(body[: start - 1] + body[end + 1 :]), pairs

@@ -136,6 +136,8 @@ class Connection:
         """
         self.engines, self.routes, self.images = engines, routes, images
         self.halted = False
+        self.newest_version: int | None = None
+        """Of the weights that engines may have; None: not known."""
         self._places = engines.places
         self._session: aiohttp.ClientSession | None = None
         self._parsing = ThreadPoolExecutor(PARSE_THREADS, thread_name_prefix="rlpost-parse")
@@ -318,7 +320,7 @@ class Connection:
                     return await self._read_stream(response, num_input, watch)
                 if response.status == 200:
                     answer = await self._parse(parse, await response.read(), self.routes)
-                    self._check_read(answer, num_input)
+                    self._check(answer, num_input)
                     return answer
                 text = await response.text()
                 return Failure(
@@ -339,14 +341,20 @@ class Connection:
                 raise RolloutError(f"engine {place.url}: {error}") from error
             return Failure(str(error), is_fault=True)
 
-    def _check_read(self, answer: Answer, num_sent: int) -> None:
-        """Check that an engine read as many tokens as were sent.
+    def _check(self, answer: Answer, num_sent: int) -> None:
+        """Check that an engine read as many tokens as were sent, and has weights of this run.
 
-        Only engines that read images have to say it: SGLang always does.
+        Only engines that read images have to say what they read: SGLang always does.
 
         Raises:
-            RolloutError: the answer is to another prompt.
+            RolloutError: the answer is to another prompt, or another run has updated the engine.
         """
+        newest = max((version for version, _ in answer.version_spans), default=0)
+        if self.newest_version is not None and newest > self.newest_version:
+            raise RolloutError(
+                f"an engine generates with weights of version {newest}, and the newest of this run are of version "
+                f"{self.newest_version}; let no other run update this engine"
+            )
         unsaid = num_sent if self.images is None else None
         num_read = answer.meta_info.get("prompt_tokens", unsaid)
         if answer.token_ids and num_read != num_sent:
@@ -367,7 +375,7 @@ class Connection:
         watch.begin()
         async for event in events(response.content.iter_any()):
             new = await self._parse(streamed.add, event)
-            self._check_read(new, num_input)
+            self._check(new, num_input)
             if new.token_ids:
                 watch.add(new)
         return streamed.whole()

@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -221,8 +221,12 @@ class EngineClient:
 
     async def adapters(self) -> list[str]:
         """Names of the adapters that are loaded."""
-        models = await self.request("GET", "/v1/models", None)
-        return [model["id"] for model in models["data"] if model.get("parent")]
+        models = (await self._described("/v1/models")).get("data")
+        if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+            raise RolloutError(
+                f"{self.name} {self.url}: GET /v1/models lists no models: {models!r}"
+            )
+        return [str(model.get("id")) for model in models if model.get("parent")]
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release GPU memory: ``kv_cache``, ``weights``, ``cuda_graph``.
@@ -254,11 +258,21 @@ class EngineClient:
 
     async def weight_version(self) -> str:
         """The version of the last completed update; ``"0"`` before the first."""
-        return str((await self.request("GET", "/model_info", None))["weight_version"])
+        return str((await self._described("/model_info")).get("weight_version"))
 
     async def server_info(self) -> dict[str, Any]:
         """All settings of the server and its load, without the keys."""
-        return _without_secrets(await self.request("GET", "/server_info", None))
+        return cast("dict[str, Any]", _without_secrets(await self._described("/server_info")))
+
+    async def _described(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path. Raises RolloutError if another server answers."""
+        answer = await self.request("GET", path, None)
+        if not isinstance(answer, dict):
+            raise RolloutError(
+                f"{self.name} {self.url}: GET {path} answered {str(answer)[:MAX_SHOWN]!r}, which is no JSON object; "
+                "is another server on this port?"
+            )
+        return answer
 
     async def request(
         self,
@@ -315,7 +329,7 @@ class EngineClient:
                 ) as session,
                 session.request(method, self.url + path, **content) as response,
             ):
-                status, text = response.status, await response.text()
+                status, text = response.status, await response.text(errors="replace")
         except TimeoutError as error:
             raise EngineDied(f"{asked} not answered after {self.timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:

@@ -3,7 +3,7 @@
 SGLang's ``load_weights`` skips names that its model does not have, without an error: the engine would
 keep the old values. Input: engines, the tensors of an update. Output: for each engine rank, what its
 models load of them (``rlpost.engines.shards``); or an error that names a tensor of which all ranks of
-an engine together load nothing, or only a part.
+an engine together load nothing, or only a part, or that one rank skips where another loads it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ import orjson
 
 from common.files import write_atomic
 from rlpost.config.plan.shard_plan import Unit, check_complete
+from rlpost.config.plan.weight_update import read_units
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.engines.engine_side_weights import Mover, Receiver, all_do
-from rlpost.engines.shards.messages import serialised
+from rlpost.engines.shards.messages import kind_of, serialised
 from rlpost.errors import EngineDied, SyncError, WeightError
 from rlpost.models.regions import BoxGroup, group_from_json
 
 logger = logging.getLogger(__name__)
 TensorTypes = Mapping[str, tuple[Sequence[int], str]]
 """Shape and dtype of each tensor by its name."""
+Place = tuple[str, str]
+"""A parameter, and the kind of tensors that fill it."""
 
 
 class LoadCheck:
     """Compares what engines load with what a trainer sends. An engine records once in its life."""
 
-    def __init__(self, units: Sequence[Unit], folder: Path) -> None:
+    def __init__(self, units: Sequence[Unit] = (), folder: Path = Path()) -> None:
         """
         Args:
-            units: the tensors that are sent.
+            units: the tensors that are sent; for ``check_folder`` those that the first folder lists.
             folder: shared by all nodes; each check has a folder in it, and removes it.
         """
         self._units, self._folder = units, folder
@@ -70,6 +73,16 @@ class LoadCheck:
         if problem is not None:
             raise problem
 
+    async def check_folder(self, receivers: Sequence[Receiver], weights: Path) -> None:
+        """Check paused engines, as ``check`` does, before they read a folder of all weights."""
+        self._folder = weights.parent
+        try:
+            self._units = self._units or await in_daemon(partial(read_units, weights))
+        except (OSError, ValueError) as error:
+            self._report(receivers, str(error))
+        else:
+            await self.check(receivers, in_session=False)
+
     async def _problem(self, receivers: Sequence[Receiver]) -> WeightError | None:
         name = secrets.token_hex(8)  # engines may live longer than an attempt of the run
         folder = self._folder / name
@@ -95,8 +108,9 @@ class LoadCheck:
             answers = [one.read_bytes() for one in of_ranks]
             digest = hashlib.sha256(b"\0".join(answers)).digest()
             if digest not in self._right:
-                needed = [boxes_of(orjson.loads(answer), names) for answer in answers]
-                check_complete(self._units, {url: needed})
+                parsed = [orjson.loads(answer) for answer in answers]
+                check_complete(self._units, {url: [boxes_of(one, names) for one in parsed]})
+                check_ranks(url, parsed, names)
                 self._right.add(digest)
 
     def _report(self, receivers: Sequence[Receiver], why: str) -> None:
@@ -153,6 +167,48 @@ async def record_loads(
 def boxes_of(answer: Mapping[str, list[list[object]]], names: Sequence[str]) -> list[BoxGroup]:
     """The boxes in the answer of an engine rank; ``names`` of the tensors by their number."""
     return [group_from_json(fields, names) for fields in answer["boxes"]]
+
+
+def check_ranks(
+    url: str, answers: Sequence[Mapping[str, Mapping[str, Sequence[int]]]], names: Sequence[str]
+) -> None:
+    """Check that each rank of an engine fills a parameter as the others do which have it.
+
+    Together they load all of a tensor even if one of them skips its copy. Equal are the numbers of
+    tensors of each kind: the ranks may have other experts.
+
+    Args:
+        answers: of the engine's ranks.
+        names: of the tensors by their number.
+
+    Raises WeightError: names the tensor, the rank and the parameter.
+    """
+    loads = [_loads(answer["filled"], names) for answer in answers]
+    fullest: dict[Place, list[str]] = {}
+    for of_rank in loads:
+        for place, loaded in of_rank.items():
+            fullest[place] = max(fullest.get(place, []), loaded, key=len)
+    for rank, (of_rank, answer) in enumerate(zip(loads, answers, strict=True)):
+        unseen = set(map(kind_of, answer["reasons"]))
+        for (parameter, kind), most in fullest.items():
+            loaded = of_rank.get((parameter, kind), [])
+            is_declared = parameter in answer["filled"]
+            if is_declared and kind not in unseen and len(loaded) < len(most):
+                skipped = next(name for name in most if name not in loaded)
+                raise WeightError(
+                    f"{skipped}: rank {rank} of engine {url} has a parameter {parameter.partition(':')[2]} and does "
+                    "not load it there, as another rank does; all ranks of an engine must have the same model"
+                )
+
+
+def _loads(filled: Mapping[str, Sequence[int]], names: Sequence[str]) -> dict[Place, list[str]]:
+    """The tensors of each kind that fill each parameter."""
+    loads: dict[Place, list[str]] = {}
+    for parameter, numbers in filled.items():
+        for number in numbers:
+            place = (parameter, kind_of(names[number]))
+            loads.setdefault(place, []).append(names[number])
+    return loads
 
 
 def tensor_types(units: Sequence[Unit]) -> TensorTypes:

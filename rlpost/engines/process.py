@@ -26,6 +26,7 @@ import psutil
 from common.build_tools import with_scripts
 from common.cuda_runtime import with_runtime
 from common.files import tail_text
+from rlpost.config.checks.policy_passes import VARIABLES
 from rlpost.config.keys import without_keys
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.observe.memory import GB
@@ -44,7 +45,8 @@ PROXIES = (
     "ALL_PROXY",
 )
 # Rank variables of the trainer must not reach a server, which creates separate process groups.
-NOT_INHERITED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *PROXIES}
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NOT_INHERITED = {*_OF_RANKS, *PROXIES, *VARIABLES}
 ENVIRONMENT = {
     # The driver keeps connections to engines open between generations. By default SGLang closes
     # idle connections after 5 s, so the first requests of the next step would all fail.

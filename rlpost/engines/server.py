@@ -249,9 +249,10 @@ def prepared_processes(secret: str) -> dict[str, Any]:
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     from rlpost.engines.engine_processes import Guarded, prepare
-    from rlpost.engines.shards.failures import run_scheduler
+    from rlpost.engines.shards.failures import report_flushes, run_scheduler
 
     prepare(secret)
+    report_flushes()
     return {
         "run_scheduler_process_func": Guarded(run_scheduler, secret),
         "run_detokenizer_process_func": Guarded(run_detokenizer_process, secret),

@@ -31,7 +31,7 @@ from rlpost.engines.engine_side_weights import (
     num_engine_ranks,
     share_buckets,
 )
-from rlpost.engines.load_check import boxes_of, record_loads, tensor_types, write_json
+from rlpost.engines.load_check import boxes_of, check_ranks, record_loads, tensor_types, write_json
 from rlpost.engines.shards.messages import plan_to_json, serialised
 from rlpost.errors import (
     EngineDied,
@@ -316,16 +316,20 @@ def _plan(
     together: set[tuple[str, ...]] = set()
     reasons: dict[str, str] = {}
 
+    needed: dict[str, list[list[BoxGroup]]] = {}
+
     names = list(tensor_types(described[0][0]))
-
-    def boxes_in(file: Path) -> list[BoxGroup]:
-        answer = json.loads(file.read_text())
-        together.update(map(tuple, answer["together"]))
-        reasons.update(answer["reasons"])
-        return boxes_of(answer, names)
-
-    needed = {url: [boxes_in(file) for file in of_ranks] for url, of_ranks in files.items()}
+    answers = {
+        url: [json.loads(file.read_text()) for file in of_ranks] for url, of_ranks in files.items()
+    }
+    for url, of_ranks in answers.items():
+        for answer in of_ranks:
+            together.update(map(tuple, answer["together"]))
+            reasons.update(answer["reasons"])
+            needed.setdefault(url, []).append(boxes_of(answer, names))
     check_complete(described[0][0], needed)
+    for url, of_ranks in answers.items():
+        check_ranks(url, of_ranks, names)
     plan = plan_shards(
         joined_units(described[0][0], together),
         [boxes for _, boxes, _ in described],

@@ -346,6 +346,12 @@ class ResponseBuilder:
                 f"an engine ended prompt {self.prompt.prompt_id}, sample {self.index} by {reason['type']!r} "
                 f"({reason.get('message')}): unexpected finish reason"
             )
+        unknown = unknown_id(answer.token_ids, self._vocab_size)
+        if unknown is not None:
+            raise RolloutError(
+                f"an engine answered prompt {self.prompt.prompt_id} with the id {unknown}, and the model has "
+                f"vocab_size = {self._vocab_size}; it serves another model"
+            )
         if self.sampling.returns_mask and answer.token_ids and answer.sampling_mask is None:
             raise RolloutError(
                 "an engine returned no meta_info.output_token_sampling_mask, which "

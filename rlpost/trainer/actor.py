@@ -366,7 +366,8 @@ class Actor(Rank):
             self._finish_param_sync()
             if self.config.sync.update_weight_mode == "adapter":
                 return weight_files.write_adapters(self.inventory, Path(folder), self.config)
-            weight_files.export_merged(self.exporter, folder, self.description, self.config)
+            units = self.shards.list_units()
+            weight_files.export_merged(self.exporter, folder, self.description, self.config, units)
             return None
 
     def weights_hash(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.files import sync
+from rlpost.config.plan.shard_plan import Unit
+from rlpost.config.plan.weight_update import write_units
 from rlpost.config.tree import Config
 from rlpost.images.processor import write_bound
 from rlpost.trainer.lora.adapters import peft_settings
@@ -73,8 +76,9 @@ def export_merged(
     folder: str | Path,
     description: ModelDescription,
     config: Config,
+    units: Sequence[Unit] = (),
 ) -> None:
-    """As ``export``, always all weights."""
+    """As ``export``, always all weights; ``units`` of the first rank are listed for engines."""
     export_folder(
         exporter,
         folder,
@@ -83,6 +87,7 @@ def export_merged(
         image_max_pixels=config.rollout.image_max_pixels,
         bucket_bytes=min(config.sync.update_weight_buffer_size, BUCKET_BYTES),
     )
+    on_every_rank(partial(write_units, Path(folder), units), partial(cannot_write, folder))
 
 
 def write_adapters(inventory: Inventory, folder: Path, config: Config) -> int | None:

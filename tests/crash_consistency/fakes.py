@@ -210,6 +210,7 @@ class Connection:
         self, engines: Any, *, routes: RouteFormat | None = None, images: None = None
     ) -> None:
         self.engines, self.routes, self.images, self.halted = engines, routes, images, False
+        self.newest_version: int | None = None
         self._observed: Observed = ROOM.attempt.observed
 
     async def __aenter__(self) -> Connection:
@@ -253,6 +254,8 @@ class Connection:
             is_last = position == length - 1
             # routes of all tokens are those of the newest weights, as recomputed after a retraction
             weights = engine.weights
+            newest = self.newest_version
+            assert newest is None or engine.version <= newest, "the real connection refuses it"
             if not spans or spans[-1]["version"] != engine.version:
                 spans.append({"version": engine.version, "start": len(ids), "end": len(ids)})
             spans[-1]["end"] += 1
@@ -415,7 +418,7 @@ class Training:
 class WeightCoordinator:
     """Gives the engine the weights of the trainer's last update."""
 
-    num_bytes, engines_are_stuck, load_check = 0, False, None
+    num_bytes, engines_are_stuck = 0, False
 
     def __init__(self, config: Any, engines: Any, actors: Any, *, stop: Any, **more: Any) -> None:
         self.observed: Observed = ROOM.attempt.observed

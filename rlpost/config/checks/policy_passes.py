@@ -31,25 +31,68 @@ _SAMPLING = (
     "--rollout-top-k"
 )
 _DRAFTED = "engines accept drafted tokens that the policy would not have sampled"
+_QUANTISED = (
+    "updates bring the trainer's weights, which such engines do not quantise again; for FP8 engines train from a "
+    "folder of rlpost convert --to fp8"
+)
 SAMPLES: Mapping[str, tuple[object, str]] = {
     "allow_auto_truncate": (
         False,
         "engines answer the beginning of a long prompt, and the trainer reads all of it",
     ),
+    "debug_tensor_dump_input_file": (None, "engines answer the prompt of that file, and end"),
+    "delete_ckpt_after_loading": (
+        False,
+        "an engine deletes the model folder, from which trainer, exports and restarted engines read",
+    ),
+    "dllm_algorithm": (None, "engines do not sample one token after the other"),
+    "enable_hisparse": (False, "engines attend to a part of the context"),
+    "enable_mamba_cache_stochastic_rounding": (False, "engines round states at random"),
+    "enable_strict_thinking": (False, "engines exclude tokens while they think"),
+    "forward_hooks": (None, "code in the engines changes what their layers compute"),
+    "kt_weight_path": (None, "engines read experts from that folder, and no update replaces them"),
+    "modelopt_quant": (None, _QUANTISED),
     "preferred_sampling_params": (None, _SAMPLING),
+    "quantization": (None, _QUANTISED),
+    "quantize_and_serve": (False, _QUANTISED),
+    "rl_quant_profile": (None, _QUANTISED),
     "speculative_accept_threshold_acc": (1.0, _DRAFTED),
     "speculative_accept_threshold_single": (1.0, _DRAFTED),
 }
 """Arguments of SGLang with which answers are not those of the policy to a prompt: the value with which
 they are, and why."""
+_EXPERTS = "engines choose experts by their number"
+_ATTENTION = "engines leave out parts of attention"
+_DAMAGED = "engines damage their KV cache, as a test of SGLang"
+VARIABLES: Mapping[str, str] = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "engines return log-probs at temperature 1, whatever they sample with",
+    "SGLANG_SANITIZE_NAN_LOGITS": "engines sample where logits are no numbers",
+    "SGLANG_SIMULATE_ACC_LEN": _DRAFTED,
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": _EXPERTS,
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": _EXPERTS,
+    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR": _ATTENTION,
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": _ATTENTION,
+    "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB": _DAMAGED,
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB": _DAMAGED,
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB": _DAMAGED,
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB": _DAMAGED,
+    "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB": _DAMAGED,
+}
+"""Variables of SGLang's environment with which answers or their log-probs are not those of the policy,
+and why. No engine inherits them."""
 
 
 def pass_problems(config: Config) -> list[str]:
     """Return settings with which two passes over the same tokens give different log-probs."""
+    variables = config.cluster.environment if config.generates else {}
+    problems = [
+        f"--environment {name}={variables[name]}: {reason}, so engines do not get it; leave it out"
+        for name, reason in VARIABLES.items()
+        if name in variables
+    ]
     if config.grpo.is_supervised:
-        return []
+        return problems
     loss = spelled(config, "loss_type")
-    problems = []
     if config.lora.lora_rank is not None and config.lora.lora_dropout:
         problems.append(
             f"{spelled(config, 'lora_dropout')} with {loss}, which compares the log-probs of the training pass with "

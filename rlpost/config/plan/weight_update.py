@@ -1,4 +1,4 @@
-"""Buckets of an update of the engines' weights, and whether it is sent in slices. Pure.
+"""What an update of the engines' weights sends: buckets, slices or not, the list of a folder.
 
 Input: the bytes of the weights, settings. Output: the size of a bucket, and the weights in each.
 Large buckets need fewer requests, but more memory on trainer and engine.
@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from common.files import write_atomic
+from rlpost.config.plan.shard_plan import Unit
 
 if TYPE_CHECKING:
     from rlpost.config.tree import Config
 
+UNITS = "sent_tensors.json"
+"""The file of a folder for engines that lists the tensors which they must load."""
+_LIST = TypeAdapter(list[Unit])
 SMALLEST = 512 * 2**20
 """Bytes of a bucket from which the transfer takes longer than the request."""
 REQUESTS = 256
@@ -93,3 +102,14 @@ def obstacle_to_slices(config: Config, *, num_engines: int, num_trainer_ranks: i
             "trainer ranks"
         )
     return None
+
+
+def write_units(folder: Path, units: Sequence[Unit]) -> None:
+    """List the tensors that engines must load from a folder, if any; they may skip others in it."""
+    if units:
+        write_atomic(folder / UNITS, _LIST.dump_json([*units]).decode())
+
+
+def read_units(folder: Path) -> list[Unit]:
+    """What ``write_units`` wrote. Raises OSError, ValueError."""
+    return _LIST.validate_json((folder / UNITS).read_bytes())

@@ -25,7 +25,6 @@ from rlpost.driver.placement import Placement, Ports
 from rlpost.driver.preemption import StopRequest
 from rlpost.engines.connection import RunEngines
 from rlpost.engines.group_client import EngineClients
-from rlpost.engines.load_check import LoadCheck
 
 T = TypeVar("T")
 
@@ -43,7 +42,6 @@ class EngineGroups:
         *,
         hf: Mapping[str, object],
         check: Callable[[], None],
-        load_check: Callable[[], LoadCheck | None] = lambda: None,
         record: RecordEvent = not_recorded,
     ) -> None:
         """
@@ -51,7 +49,6 @@ class EngineGroups:
             clients: send requests to the engines as soon as these serve.
             hf: the policy's config.json.
             check: raises Fenced when another attempt owns the run.
-            load_check: see ``JoinParts``; for groups that follow the policy.
         """
         self._record = record
         self._in_background = {config.eval.eval_engines}
@@ -76,7 +73,6 @@ class EngineGroups:
                     group=name,
                     hf=hf,
                     check=check,
-                    load_check=load_check,
                     record=record,
                 ),
             )

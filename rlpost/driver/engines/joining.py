@@ -26,7 +26,6 @@ from common.fleet_name import POLICY
 from rlpost.config import extensions
 from rlpost.config.tree import Config
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
-from rlpost.engines.load_check import LoadCheck
 from rlpost.engines.places import Places
 from rlpost.errors import ConfigError
 
@@ -45,8 +44,6 @@ class JoinParts:
         group: the name of the group.
         export: writes the weights of a version, as engines read them, to a folder; collective over
             the actors. None for a group that does not get each version.
-        load_check: for engines before they read a folder for the first time; None if it has
-            adapters alone.
     """
 
     cluster: Cluster
@@ -55,7 +52,6 @@ class JoinParts:
     check: Callable[[], None]
     group: str = POLICY
     export: Export | None = None
-    load_check: Callable[[], LoadCheck | None] = lambda: None
     record: RecordEvent = not_recorded
 
 

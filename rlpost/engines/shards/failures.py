@@ -1,18 +1,19 @@
-"""SGLang's scheduler process with updates of weights whose failures on any rank are answers.
+"""SGLang's processes with updates of weights whose failures on any rank are answers.
 
 SGLang 0.5.21 answers with what the first rank of an engine says: a bucket or a folder that another
 rank could not load counts as loaded. What a custom weight loader raises even ends the scheduler, and
 so the engine; with several ranks the others then wait in a barrier. Here every rank of the engine
-reports the failure of any, and the engine takes the next update. The module becomes unnecessary when
-SGLang does so.
+reports the failure of any, and the engine takes the next update. The same holds for the prefix caches of
+data-parallel ranks: one that keeps its cache is a failure of the flush. The module becomes unnecessary
+when SGLang does so.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch.distributed as dist
 
@@ -54,6 +55,35 @@ def run_scheduler(*args: object, **kwargs: object) -> object:
 
     report_failures()
     return run_scheduler_process(*args, **kwargs)
+
+
+def report_flushes() -> None:
+    """Let this process, which has the HTTP server, answer a flush with the failure of any rank.
+
+    SGLang 0.5.21 answers with that of the first data-parallel rank: the others could keep
+    keys and values of old weights.
+    """
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+    flush = TokenizerControlMixin.flush_cache
+
+    @functools.wraps(flush)
+    async def flush_all(self: TokenizerControlMixin, *args: object, **kwargs: object) -> Answer:
+        if not isinstance(self.flush_cache_communicator, _FailuresFirst):
+            self.flush_cache_communicator = _FailuresFirst(self.flush_cache_communicator)
+        return cast(Answer, await flush(self, *args, **kwargs))
+
+    TokenizerControlMixin.flush_cache = flush_all
+
+
+class _FailuresFirst:
+    """A request to all data-parallel ranks whose first answer is a failure if there is one."""
+
+    def __init__(self, ask: Callable[[object], Awaitable[list[Answer]]]) -> None:
+        self._ask = ask
+
+    async def __call__(self, request: object) -> list[Answer]:
+        return sorted(await self._ask(request), key=lambda answer: answer.success)
 
 
 def report_failures() -> None:

@@ -203,21 +203,25 @@ class ShardedRank:
         write_atomic(Path(message["answer"]), json.dumps(self.answer()))
 
     def answer(self) -> dict[str, object]:
-        """The boxes that all models need, in the form of ``record``'s answer."""
+        """What all models load, in the form of ``record``'s answer."""
         regions: list[Region] = []
         together: list[list[str]] = []
         reasons: dict[str, str] = {}
-        for one in self.models:
+        numbers = {name: number for number, name in enumerate(self._tensors)}
+        filled: dict[str, list[int]] = {}
+        for place, one in enumerate(self.models):
+            for parameter, names in one.recording.filled.items():
+                filled[f"{place}:{parameter}"] = sorted(map(numbers.__getitem__, names))
             regions += one.recording.regions
             reasons |= one.recording.by_name
             together += one.recording.together
         regions += [whole(name, self._tensors[name][0]) for name in reasons]
-        numbers = {name: number for number, name in enumerate(self._tensors)}
         return {
             "boxes": [group_to_json(group, numbers) for group in grouped(regions)],
             "together": together,
             "models": len(self.models),
             "reasons": reasons,
+            "filled": filled,
         }
 
     def _plan(self, message: Message) -> None:

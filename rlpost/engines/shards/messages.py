@@ -7,7 +7,8 @@ distinguishes it from all others that the engine gets: SGLang calls the loader o
 (policy, then drafts) with the same message.
 
 - ``record``: record ``load_weights`` with the tensors of the file ``tensors``, and write the boxes
-  that the rank needs to the file ``answer``. Later files name a tensor by its number in ``tensors``.
+  that the rank needs, and what fills each of its parameters, to the file ``answer``. It and later
+  files name a tensor by its number in ``tensors``.
 - ``plan``: read from ``file`` what each bucket brings.
 - ``connect``: join the group ``name`` of senders and receivers at ``host`` and ``port`` as ``rank``
   of ``world_size``, with ``backend``, the deadline ``join_s`` of joining, and ``timeout_s`` of each
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +62,11 @@ class NotPrepared(RuntimeError):
     """This rank lacks something that the plan of the update assumes; ``record`` and what follows it
     mend that.
     """
+
+
+def kind_of(name: str) -> str:
+    """A name without its numbers, which are those of layers and experts."""
+    return re.sub(r"\d+", "#", name)
 
 
 _BEGIN = b"\x80\x02]"  # protocol 2, empty list

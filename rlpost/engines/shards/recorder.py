@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlpost.engines.shards.copies import overlap
+from rlpost.engines.shards.messages import kind_of
 from rlpost.engines.shards.parameters import Parameters
 from rlpost.engines.shards.tracking import Fill, TensorTypes, Trace, ValueRead, Write
 from rlpost.models.regions import Region
@@ -58,6 +59,8 @@ class Recording:
     """Those of them that one call of ``load_weights`` must get."""
     fills: list[Fill] = field(default_factory=list)
     post_load: list[PostLoad] = field(default_factory=list)
+    filled: dict[str, frozenset[str]] = field(default_factory=dict)
+    """The tensors that fill each declared parameter; none for one that keeps its value."""
 
 
 def record(
@@ -78,14 +81,14 @@ def record(
             return Recording(by_name=reasons)
         failure = _try(model, tensors, names, load)
         if isinstance(failure, _Finished):
-            return _result(failure, tensors, reasons)
+            return _result(model, failure, tensors, reasons)
         if isinstance(failure, ValueRead):
             culprits, reason = set(failure.names), str(failure)
         else:
             culprits = {_culprit(model, tensors, names, load)}
             reason = f"cannot be recorded: {type(failure).__name__}: {failure}"
-        kinds = {_kind(name) for name in culprits}
-        reasons |= {name: reason for name in names if _kind(name) in kinds}
+        kinds = {kind_of(name) for name in culprits}
+        reasons |= {name: reason for name in names if kind_of(name) in kinds}
 
 
 @dataclass
@@ -124,7 +127,9 @@ def _culprit(
     return names[high - 1]
 
 
-def _result(run: _Finished, tensors: TensorTypes, reasons: dict[str, str]) -> Recording:
+def _result(
+    model: torch.nn.Module, run: _Finished, tensors: TensorTypes, reasons: dict[str, str]
+) -> Recording:
     trace = run.trace
     if run.has_replaced:
         every = dict.fromkeys(tensors, "load_weights replaces parameters")
@@ -158,7 +163,29 @@ def _result(run: _Finished, tensors: TensorTypes, reasons: dict[str, str]) -> Re
             if write.regions is not None and not write.names & by_name.keys():
                 regions |= dict.fromkeys(write.regions)
     together = _joined(trace.groups, list(tensors))
-    return Recording(list(regions), by_name, together, trace.fills, run.post_load)
+    filled = _filled(model, trace, are_all_recorded=not reasons)
+    return Recording(list(regions), by_name, together, trace.fills, run.post_load, filled)
+
+
+def _filled(
+    model: torch.nn.Module, trace: Trace, *, are_all_recorded: bool
+) -> dict[str, frozenset[str]]:
+    """What fills each parameter, as far as it is known.
+
+    One with a constant is left out: a shard may consist of padding. So is one that no tensor is seen
+    to fill, unless all tensors can be recorded.
+    """
+    padded = {fill.parameter for fill in trace.fills}
+    filled: dict[str, frozenset[str]] = {}
+    for _, one in model.named_parameters():
+        parameter = trace.parameters.name_of(one)
+        if parameter is None or parameter in padded:
+            continue
+        names = (write.names for write in trace.writes.get(parameter, ()))
+        joined = frozenset[str]().union(*names)
+        if joined or are_all_recorded:
+            filled[parameter] = joined
+    return filled
 
 
 def _contested(layout: Sequence[int], writes: list[Write]) -> Iterator[frozenset[str]]:
@@ -191,10 +218,6 @@ def _scopes(names: Iterable[str]) -> list[frozenset[str]]:
         scope = re.match(r"(.*?\.\d+\.)?", name)
         groups.setdefault(scope[0] if scope else "", set()).add(name)
     return [frozenset(group) for group in groups.values()]
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
 
 
 @contextlib.contextmanager

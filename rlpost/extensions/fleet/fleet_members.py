@@ -23,7 +23,6 @@ from threading import Lock
 
 from common.bounded import cancel_all, for_each
 from rlpost.durable.daemon_threads import in_daemon
-from rlpost.engines.load_check import LoadCheck
 from rlpost.errors import Fenced, RlpostError, RolloutError
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
 from rlpost.extensions.fleet.fleet_servers import DEADLINES, Deadlines, FleetServers
@@ -61,7 +60,6 @@ class FleetMembers:
         deadlines: Deadlines = DEADLINES,
         poll_s: float = POLL_S,
         load_adapters: bool = False,
-        load_check: Callable[[], LoadCheck | None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -71,13 +69,12 @@ class FleetMembers:
             lost: called with the address of an engine whose requests in flight are not answered.
             check: called before each write of the lease; raises Fenced when another attempt owns
                 the run.
-            load_adapters, load_check: see ``FleetServers``.
+            load_adapters: see ``FleetServers``.
         """
         self._folder, self._membership = folder, membership
         self._lease, self._changed, self._lost = lease, changed, lost
         self._deadlines, self._check = deadlines, check
         self._poll_s, self._load_adapters = poll_s, load_adapters
-        self._load_check = load_check
         self._weights: Path | None = None
         self._records: list[EngineRecord] = []
         self._orders = Orders()
@@ -97,10 +94,7 @@ class FleetMembers:
         """Read the secret, write the first lease and begin to poll. Raises FleetError, OSError."""
         self._secret = await in_daemon(self._folder.secret)
         self._servers = FleetServers(
-            self._secret,
-            self._deadlines,
-            load_adapters=self._load_adapters,
-            load_check=self._load_check,
+            self._secret, self._deadlines, load_adapters=self._load_adapters
         )
         await self._write_lease()
         begin = (self._poll(), self._follow(), self._check_health())

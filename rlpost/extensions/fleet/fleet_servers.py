@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,16 +56,14 @@ class FleetServers:
         deadlines: Deadlines = DEADLINES,
         *,
         load_adapters: bool = False,
-        load_check: Callable[[], LoadCheck | None] = lambda: None,
     ) -> None:
         """
         Args:
             key: the fleet's secret.
             load_adapters: whether a folder of weights has adapters alone.
-            load_check: for each server before it reads a folder for the first time.
         """
         self._key, self._deadlines = key, deadlines
-        self._load_adapters, self._load_check = load_adapters, load_check
+        self._load_adapters, self._load_check = load_adapters, LoadCheck()
         self._checked: set[tuple[str, str]] = set()  # engines and their incarnations
         self._lives: dict[str, tuple[str, EngineLife]] = {}  # by engine, of its newest incarnation
 
@@ -81,18 +79,18 @@ class FleetServers:
             elif self._load_adapters:
                 await client.replace_adapter(str(weights), version=version)
             else:
-                await self._check_loads(client, record)
+                await self._check_loads(client, record, weights)
                 await client.update_weights_from_disk(str(weights), version=version)
             await client.flush_cache()
 
-    async def _check_loads(self, client: EngineClient, record: EngineRecord) -> None:
+    async def _check_loads(self, client: EngineClient, record: EngineRecord, weights: Path) -> None:
         """Check once that a server loads all that it will read. Raises RolloutError."""
-        check, server = self._load_check(), (record.engine, record.incarnation)
-        if check is None or server in self._checked:
+        server = (record.engine, record.incarnation)
+        if server in self._checked:
             return
         receiver = Receiver(EngineAddress(record.url, record.num_gpus), client)
         try:
-            await check.check([receiver], in_session=False)
+            await self._load_check.check_folder([receiver], weights)
         except (SyncError, WeightError) as error:
             raise RolloutError(f"{record.url}: {error}") from error
         self._checked.add(server)

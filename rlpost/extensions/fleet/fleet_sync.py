@@ -34,7 +34,6 @@ from rlpost.driver.engines.joining import Export, JoiningEngines, JoinParts
 from rlpost.driver.ledger_lines import RecordEvent, not_recorded
 from rlpost.durable.daemon_threads import in_daemon
 from rlpost.durable.run_files import LAST_S
-from rlpost.engines.load_check import LoadCheck
 from rlpost.engines.places import Place, Places
 from rlpost.errors import (
     CheckpointError,
@@ -132,7 +131,6 @@ class FleetSync(JoiningEngines):
         rules: FleetRules,
         check: Callable[[], None],
         export: Export | None = None,
-        load_check: Callable[[], LoadCheck | None] = lambda: None,
         record: RecordEvent = not_recorded,
     ) -> None:
         """
@@ -141,11 +139,10 @@ class FleetSync(JoiningEngines):
             export: writes the weights of a version, as engines read them, to a folder; collective
                 over the actors. None for a group that does not get each version.
             check: raises Fenced when another attempt owns the run.
-            load_check: for engines before they read a folder for the first time.
         """
         self._folder, self._lease, self._places = folder, lease, places
         self._export, self._rules = export, rules
-        self._check, self._load_check = check, load_check
+        self._check = check
         self._record = record if folder.group == POLICY else partial(record, group=folder.group)
         self._members: FleetMembers | None = None
         self._has_ended = False
@@ -303,7 +300,6 @@ class FleetSync(JoiningEngines):
             check=self._check,
             deadlines=rules.deadlines,
             load_adapters=rules.load_adapters,
-            load_check=self._load_check,
         )
         await members.start()
         self._members = members
@@ -377,6 +373,5 @@ def fleet_engines(config: Config, parts: JoinParts) -> FleetSync:
         rules=fleet_rules(config, parts.hf, parts.group, command=folder.command),
         check=parts.check,
         export=parts.export,
-        load_check=parts.load_check,
         record=parts.record,
     )

@@ -6,6 +6,7 @@ differ afterwards. It runs in a separate process, because it configures SGLang.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import multiprocessing
@@ -56,6 +57,10 @@ class Compared:
     """Tensors that are loaded by name."""
     problem: str = ""
     """Why an engine that is this rank alone is refused."""
+    answer: dict[str, Any] = field(default_factory=dict)
+    """Of the rank, without its boxes."""
+    names: list[str] = field(default_factory=list)
+    """Of the tensors by the numbers in it."""
     num_bytes: int = 0
     """That the rank receives."""
     total_bytes: int = 0
@@ -230,6 +235,8 @@ def compare(folder: Path, layout: Layout) -> Compared:
                 compared.changed = differing(expected, held(model))
                 compared.reasons = recorded["reasons"]
                 compared.problem = problem_of(recorded, driver.types)
+                compared.answer = {key: recorded[key] for key in ("filled", "reasons")}
+                compared.names = list(driver.types)
                 compared.num_boxes = sum(len(one[-1]) for one in recorded["boxes"])
             spoil(model, filled)
             compared.num_bytes = driver.update(values)
@@ -265,6 +272,36 @@ def answers_of_two_ranks(folder: Path, store: Path) -> list[tuple[bool, str]]:
     """What both ranks answer to a broadcast that the model of the second cannot load."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(_answer, [folder] * 2, [store] * 2, range(2)))
+
+
+def flushes(answers: list[list[bool]]) -> list[tuple[bool, str]]:
+    """What an engine answers to a flush, for each list of the answers of its data-parallel ranks."""
+    from sglang.srt.managers.io_struct import FlushCacheReqOutput
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+    failures.report_flushes()
+
+    class Manager(TokenizerControlMixin):
+        mm_processor = None
+
+        def __init__(self, of_ranks: list[bool]) -> None:
+            self.of_ranks = of_ranks
+
+        def auto_create_handle_loop(self) -> None:
+            pass
+
+        async def flush_cache_communicator(self, request: object) -> list[FlushCacheReqOutput]:
+            return [
+                FlushCacheReqOutput(success=one, message=f"rank {rank}")
+                for rank, one in enumerate(self.of_ranks)
+            ]
+
+    async def flush(manager: Manager) -> tuple[bool, str]:
+        for _ in range(2):
+            answer = await manager.flush_cache()
+        return answer.success, answer.message
+
+    return [asyncio.run(flush(Manager(of_ranks))) for of_ranks in answers]
 
 
 def _answer(folder: Path, store: Path, rank: int) -> tuple[bool, str]:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.engines.engine_client import EngineClient
+from rlpost.engines.load_check import check_ranks
 from rlpost.engines.shards import messages
 from rlpost.errors import EngineNotPrepared, RolloutError
 from rlpost.extensions.converting.fp8_folder import write_fp8_folder
@@ -39,6 +40,7 @@ from tests.contract.forked.shard_models import (
     answers_of_two_ranks,
     compare_all,
     cut,
+    flushes,
     other_values,
 )
 from tests.contract.forked.test_engine_parameters import (
@@ -137,6 +139,11 @@ def test_an_update_in_slices_is_what_sglang_loads(forked: ForkedSglang, tmp_path
         check(case, outcome)
         if case[1] == WHOLE and case[0] not in LEFT_OUT:
             assert not outcome.problem, f"{case}: the trainer's own model is refused"
+    of_layouts = ([outcomes[name, one] for one in (WHOLE, SECOND)] for name in ALL)
+    for whole_model, half in of_layouts:
+        assert isinstance(whole_model, Compared) and isinstance(half, Compared)
+        check_ranks("here", [whole_model.answer, half.answer], half.names)
+        assert len(half.answer["filled"]) > 10, "what fills the parameters is not known"
     needed = outcomes["qwen3-moe", EXPERTS]
     assert isinstance(needed, Compared)
     assert needed.num_bytes < 0.7 * needed.total_bytes, "a rank gets tensors that it does not hold"
@@ -187,6 +194,12 @@ def test_what_one_rank_of_an_engine_cannot_load_is_the_answer_of_all(
     answers = forked.call(answers_of_two_ranks, tmp_path / "model", tmp_path / "store")
     assert answers[0] == answers[1]
     assert not answers[0][0] and answers[0][1].startswith("rank 1: Failed to update parameter")
+
+
+def test_a_flush_fails_if_a_data_parallel_rank_keeps_its_cache(forked: ForkedSglang) -> None:
+    """SGLang 0.5.21 answers with what the first of them says."""
+    answers = forked.call(flushes, [[True], [True, True], [True, False, True], [False, True]])
+    assert answers == [(True, "rank 0"), (True, "rank 0"), (False, "rank 1"), (False, "rank 0")]
 
 
 class Trainer:

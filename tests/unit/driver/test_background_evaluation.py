@@ -168,11 +168,12 @@ async def test_engines_read_the_folder_of_the_snapshot(
     """Before that they are checked: SGLang skips names that its model does not have."""
     moved: list[Any] = []
 
-    class Check:
-        async def check(self, receivers: Any, *, in_session: bool) -> None:
-            moved.append(("check", receivers, in_session))
+    async def check_folder(self: Any, receivers: Any, weights: Path) -> None:
+        moved.append(("check", receivers, weights))
 
     class Update:
+        receivers = ()
+
         def __init__(self, addresses: Any, **options: Any) -> None:
             moved.append(addresses)
 
@@ -185,10 +186,10 @@ async def test_engines_read_the_folder_of_the_snapshot(
     monkeypatch.setattr(background_evaluation, "WeightUpdate", Update)
     monkeypatch.setattr(background_evaluation.DiskMover, "move", move)
     fleet: Any = SimpleNamespace(addresses=("a",), api_key="k")
-    check: Any = Check()
-    weights = SnapshotWeights(fleet, load_check=check, load_adapters=False, timeout_s=1.0)
+    monkeypatch.setattr(background_evaluation.LoadCheck, "check_folder", check_folder)
+    weights = SnapshotWeights(fleet, load_adapters=False, timeout_s=1.0)
     await weights.update(3)
     assert moved == [], "no snapshot yet: the engines have the weights of the model folder"
     weights.folder = tmp_path
     await weights.update(3)
-    assert moved == [("a",), ("check", (), False), (3, str(tmp_path))]
+    assert moved == [("a",), ("check", (), tmp_path), (3, str(tmp_path))]

@@ -113,7 +113,10 @@ def run_of(tmp_path, monkeypatch):
             "order_by_gpu": lambda *_: [0, 1],
         },
         startup.Startup: {"_calls": lambda *_: None},
-        generation.Generation: {"connect": Workers("engines", []).connect},
+        generation.Generation: {
+            "connect": Workers("engines", []).connect,
+            "note_version": lambda *_: None,
+        },
         device: {"free_memory": free_memory},
     }.items():
         for name, stand_in in stand_ins.items():

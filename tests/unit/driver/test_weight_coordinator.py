@@ -96,7 +96,7 @@ class Engine:
             regions = [whole(name, shape) for name, (shape, _) in types.items()]
             held = grouped([one for one in regions if one.tensor not in self.skipped])
             boxes = [group_to_json(one, numbers) for one in held]
-            answer = {"boxes": boxes, "together": [], "reasons": {}}
+            answer = {"boxes": boxes, "together": [], "reasons": {}, "filled": {}}
             Path(message["answer"]).write_text(json.dumps(answer))
 
     async def weight_version(self) -> str:

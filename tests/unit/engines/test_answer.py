@@ -58,6 +58,55 @@ def test_an_answer_is_parsed_exactly_in_any_json_formatting(
     assert answer.meta_info["note"] == text and "output_token_logprobs" not in answer.meta_info
 
 
+@pytest.mark.parametrize("separators", [COMPACT, SPACED])
+@pytest.mark.parametrize("others", [[8, 9, 9], [7, 8, 8], [6, 7, 8]])
+def test_log_probs_of_other_tokens_are_no_answer(
+    others: list[int], separators: tuple[str, str]
+) -> None:
+    """eval-protocol/python-sdk#457: the lists differ by a position. sgl-project/sglang#17240: ids that
+    begin with tokens of the prompt. Their lengths may be equal."""
+    made = generated([7, 8, 9], version="4")
+    made["meta_info"]["output_token_logprobs"] = [[-0.5, token, None] for token in others]
+    with pytest.raises(ValueError, match="log-probs of other tokens"):
+        parse(body_of(made, separators))
+
+
+@pytest.mark.parametrize("logprob", [0.7, 0.0011, 1e30])
+def test_a_log_prob_above_zero_is_no_answer(logprob: float) -> None:
+    made = generated([7, 8], version="4")
+    made["meta_info"]["output_token_logprobs"][1][0] = logprob
+    with pytest.raises(ValueError, match="which is no probability"):
+        parse(body_of(made))
+    made["meta_info"]["output_token_logprobs"][1][0] = 1e-6
+    assert parse(body_of(made)).token_ids == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(4, 0, 2), (5, 2, 3)], ((4, 2), (5, 1))),
+        ([(4, 0, 2), (5, 2, 9)], ((4, 2), (5, 1))),
+        ([(4, 0, 3), (5, 3, 4)], ((4, 3), (5, 0))),
+        ([(4, 0, 1), (5, 2, 3)], None),  # no version of token 1
+        ([(4, 0, 2), (5, 1, 3)], None),  # two of it
+        ([(5, 1, 3)], None),
+        ([(4, 2, 3), (5, 0, 2)], None),
+    ],
+)
+def test_each_token_has_one_version_or_there_is_no_answer(
+    spans: list[tuple[int, int, int]], expected: tuple[tuple[int, int], ...] | None
+) -> None:
+    made = generated([7, 8, 9], version="5")
+    made["meta_info"]["weight_versions"] = [
+        {"version": str(version), "start": start, "end": end} for version, start, end in spans
+    ]
+    if expected is not None:
+        assert parse(body_of(made)).version_spans == expected
+    else:
+        with pytest.raises(ValueError, match="weight versions of"):
+            parse(body_of(made))
+
+
 def test_an_answer_aborted_before_its_first_token_is_empty() -> None:
     answer = parse(body_of({"text": None, "meta_info": {"finish_reason": {"type": "abort"}}}))
     assert (answer.token_ids, answer.logprobs, answer.text) == ((), (), "")

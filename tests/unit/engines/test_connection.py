@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from rlpost.engines import connection as module
-from rlpost.engines.connection import Connection, Halted, RunEngines
+from rlpost.engines.connection import Connection, Halted, RunEngines, Watch
 from rlpost.engines.places import Place
 from rlpost.errors import RolloutError
 from tests.unit.rollout.fake_engine import KEY, FakeEngine, generated, serving
@@ -240,3 +240,22 @@ async def test_an_answer_to_a_part_of_the_prompt_is_an_error():
         await connection.generate("a request", [1, 2, 3, 4], {})
         with pytest.raises(RolloutError, match="read 4 tokens of a prompt that has 5"):
             await connection.generate("a request", [1, 2, 3, 4, 5], {})
+
+
+@pytest.mark.parametrize("watches", [False, True])
+async def test_weights_that_this_run_has_not_sent_are_those_of_another(watches: bool):
+    """Two runs may have the same external engine; each checks the version at its own updates alone."""
+    engine = FakeEngine(version="9")
+    watch = Watch(0.01, begin=lambda: None, add=lambda _: None) if watches else None
+    async with serving(engine):
+        engines = RunEngines.of([engine.url], KEY, capacity=1)
+        async with Connection(engines) as connection:
+            for known in (None, 9, 12):
+                connection.newest_version = known
+                answer = await connection.generate("a", [1, 2], {"max_new_tokens": 2}, watch=watch)
+                assert {version for version, _ in answer.version_spans} == {9}
+            connection.newest_version = 8
+            with pytest.raises(
+                RolloutError, match="weights of version 9, and the newest of this run"
+            ):
+                await connection.generate("a", [1, 2], {"max_new_tokens": 2}, watch=watch)

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from aiohttp import web
 
 from rlpost.engines import engine_client
 from rlpost.engines.engine_client import EngineClient
@@ -152,3 +153,22 @@ async def test_only_an_engine_with_the_loader_and_without_stages_answers_it(
 
     monkeypatch.setattr(EngineClient, "server_info", server_info)
     assert await EngineClient("http://a", "k").has_shard_loader() == answers
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>log in</html>", b"[]", b"null", b"3", b'"text"', b"\xff\xfe", b"[1, {}]"]
+)
+async def test_another_server_on_the_port_is_an_error_of_this_engine(body: bytes) -> None:
+    """An engine that names itself in an error is restarted; a TypeError would end the attempt."""
+
+    class Other(FakeEngine):
+        async def handle(self, request: web.Request) -> web.Response:
+            return web.Response(body=body, content_type="text/html", charset="utf-8")
+
+    async with serving(Other()) as (url,):
+        client = EngineClient(url, KEY, timeout_s=5)
+        for asking in (client.weight_version, client.server_info, client.has_shard_loader):
+            with pytest.raises(RolloutError, match=f"engine {url}: GET .* which is no JSON object"):
+                await asking()
+        with pytest.raises(RolloutError, match=f"engine {url}: GET /v1/models"):
+            await client.adapters()

@@ -37,7 +37,7 @@ ALL = [whole(tensor.name, tensor.shape) for tensor in TENSORS]
 
 
 class Engine:
-    """The client of an engine whose ranks need the given regions."""
+    """The client of an engine whose ranks need the given regions, and have a parameter for each tensor."""
 
     def __init__(self, ranks: Sequence[Sequence[Region]], refuses: str = "") -> None:
         self.ranks, self.refuses = ranks, refuses
@@ -57,8 +57,13 @@ class Engine:
         if messages[0]["do"] == "record":
             for message, regions in zip(messages, self.ranks, strict=True):
                 boxes = [group_to_json(one, NUMBERS) for one in grouped(regions)]
-                answer = {"boxes": boxes, "together": []}
-                Path(message["answer"]).write_text(json.dumps(answer | {"reasons": {}}))
+                held = {one.tensor for one in regions}
+                filled = {
+                    f"0:of_{name}": [number] if name in held else []
+                    for name, number in NUMBERS.items()
+                }
+                answer = {"boxes": boxes, "together": [], "reasons": {}, "filled": filled}
+                Path(message["answer"]).write_text(json.dumps(answer))
 
 
 class Trainer:
@@ -146,6 +151,10 @@ NARROWER = [[contiguous(Box("t2", (0, first), (4, 3)), "p")] for first in (0, 3)
     [
         ([[*LARGER, ALL[0], *ALL[2:]]], r"t1: engine rank 0 .*\(5, 8\).*\(4, 8\)"),
         ([ALL[:2], NARROWER[0], ALL[3:]], r"t2: the ranks of engine \S+ need 12 .*\(4, 8\)"),
+        (
+            [ALL, [*ALL[:2], ALL[3]]],
+            "t2: rank 1 of engine http://e0 has a parameter of_t2 and does not load it there",
+        ),
         ([ALL[:2]], "t2: the ranks of engine \\S+ load nothing of it, the first of 2 tensors"),
     ],
 )

@@ -6,11 +6,11 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
+from rlpost.engines.load_check import LoadCheck
 from rlpost.errors import RolloutError, WeightError
 from rlpost.extensions.fleet import fleet_members as module
 from rlpost.extensions.fleet.fleet_folder import FleetFolder
@@ -141,16 +141,15 @@ async def test_an_engine_that_would_skip_a_tensor_reads_no_folder(tmp_path, monk
     """The others are checked once, not at each version."""
     checked = []
 
-    async def check(receivers, *, in_session):
-        ((address, _),) = [(one.address, one.client) for one in receivers]
+    async def check_folder(_, receivers, weights):
+        (address,) = [one.address for one in receivers]
         checked.append(address.url)
-        assert not in_session
+        assert weights.parent == Path("/w")
         if address.url == world.engines[0].url:
             raise WeightError("v: the ranks of engine 0 load nothing of it")
 
-    load_check = SimpleNamespace(check=check)
-    more = {"load_check": lambda: load_check}
-    async with scenario(tmp_path, 2, monkeypatch, **more) as world:
+    monkeypatch.setattr(LoadCheck, "check_folder", check_folder)
+    async with scenario(tmp_path, 2, monkeypatch) as world:
         for version in (5, 6):
             await world.members.hold()
             await world.members.publish(version, Path(f"/w/{version}"))

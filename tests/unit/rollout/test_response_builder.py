@@ -38,6 +38,7 @@ def drafting(
     engine: FakeEngine,
     work: Callable[[ResponseBuilder], Awaitable[Any]],
     so_far: Sample | None = None,
+    vocab_size: int | None = None,
     **more: Any,
 ) -> Any:
     sampling = SamplingParams(**{"max_new_tokens": 20, "stop": ("!",), **more})
@@ -47,9 +48,15 @@ def drafting(
             serving(engine),
             Connection(RunEngines.of([engine.url], KEY, capacity=4)) as connection,
         ):
-            return await work(
-                ResponseBuilder(connection, PROMPT, sampling, codec=Bytes(), so_far=so_far)
+            builder = ResponseBuilder(
+                connection,
+                PROMPT,
+                sampling,
+                codec=Bytes(),
+                so_far=so_far,
+                vocab_size=vocab_size,
             )
+            return await work(builder)
 
     return asyncio.run(whole())
 
@@ -71,6 +78,19 @@ def says(*answers: tuple[str, str, Any]) -> Callable[[dict[str, Any]], dict[str,
         return made
 
     return answer
+
+
+@pytest.mark.parametrize(("size", "is_known"), [(126, False), (127, True), (None, True)])
+def test_an_id_that_the_model_lacks_ends_the_run_with_the_engine_named(
+    size: int | None, is_known: bool
+) -> None:
+    """rllm-org/rllm#751, NVIDIA-NeMo/RL#237. Over ranks of tensor parallelism it would read zeros."""
+    engine = FakeEngine(answer=says(("a~", "length", None)))
+    if is_known:
+        assert drafting(engine, lambda one: one.write(), vocab_size=size) == "a~"
+    else:
+        with pytest.raises(RolloutError, match="the id 126, and the model has vocab_size = 126"):
+            drafting(engine, lambda one: one.write(), vocab_size=size)
 
 
 def test_of_an_output_far_beyond_the_limit_the_beginning_alone_is_tokenised() -> None:

@@ -112,6 +112,9 @@ def test_the_answer_has_the_boxes_of_all_models(tmp_path: Path) -> None:
     }
     assert answer["models"] == 2
     assert answer["reasons"].keys() == {"b"}
+    assert answer["filled"] == {
+        "0:rows": [0], "0:total": [1], "0:embedding": [2], "1:column": [1], "1:embedding": [2],
+    }  # fmt: skip
 
 
 def test_a_rank_records_once_until_its_model_or_the_tensors_change(

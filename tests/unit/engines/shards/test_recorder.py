@@ -223,6 +223,16 @@ def test_an_update_by_regions_is_what_the_loader_makes(name: str, in_threads: bo
         assert equal(state(other), state(model))
 
 
+def test_what_fills_a_parameter_is_recorded_as_far_as_it_is_known() -> None:
+    """The scale is read as a number, so what it fills is not seen; padding may be all of a shard."""
+    every = types(tensors(0))
+    without_scale = {name: one for name, one in every.items() if name != "scale"}
+    skips_a = only_a(lambda model, tensor: None)
+    assert record(Model(skips_a), without_scale).filled == {"fused": {"b", "c"}, "scale": set()}
+    assert record(Model(joined), every).filled == {"fused": {"a", "b", "c"}}
+    assert record(Model(padded), every).filled == {}
+
+
 def test_tensors_that_are_joined_come_together() -> None:
     recording = record(Model(joined), types(tensors(0)))
     assert ["a", "b"] in recording.together
