@@ -114,10 +114,10 @@ class Flops:
         """Return the operations of training once on these groups, in step ``step`` of the run."""
         sequences, images = list[int](), list[ImageSpan]()
         for group in groups:
-            prompt = 0
+            prompt, shares = 0, self._shares and has_one_prompt(group)
             for number, scored in enumerate(group.samples):
                 sample = scored.sample
-                if number and self._shares and has_one_prompt(group):
+                if number and shares:
                     prompt = len(sample.prompt_ids)
                 sequences.append(_length(sample))
                 if prompt:

@@ -345,10 +345,18 @@ class PromptTokenizer:
 
 
 def _num_appended(tokenizer: HfTokenizer) -> int:
-    """Return how many tokens a tokenizer adds after a text."""
-    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    ends = range(len(plain), len(whole) + 1)
-    return next((len(whole) - end for end in ends if whole[:end][-len(plain) :] == plain), 0)
+    """Return how many tokens a tokenizer adds after a text, seen at the first text that it has tokens for."""
+    for text in ("a", "1", " "):
+        try:
+            plain, whole = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text)
+        except Exception:  # a vocabulary without this word, which raises any type
+            continue
+        if plain:
+            ends = range(len(plain), len(whole) + 1)
+            return next(
+                (len(whole) - end for end in ends if whole[:end][-len(plain) :] == plain), 0
+            )
+    return 0
 
 
 def render_chat(

@@ -23,7 +23,7 @@ def hf_shape(hf: HfConfig) -> Shape:
     known = family((hf.get("architectures") or ["none given"])[0])
     hf = known.resolved(hf)
     try:
-        fields = known.fields(hf)
+        fields, vision = known.fields(hf), _vision(known, hf)
         return Shape(
             hidden=hf["hidden_size"],
             ffn=dense_ffn(hf),
@@ -48,7 +48,7 @@ def hf_shape(hf: HfConfig) -> Shape:
             shared_gate=fields.get("moe_shared_expert_gate", False),
             topk=fields.get("moe_router_topk", 0),
             latent=latent_of(fields),
-            vision=(vision := _vision(known, hf)),
+            vision=vision,
             lacks_encoder=bool(known.carried) and vision is None,
         )
     except KeyError as error:

@@ -241,7 +241,7 @@ def test_a_cache_is_shared_as_its_folder_is(
 
 
 @needs_root
-@pytest.mark.parametrize("file", ["/tmp/h_evil.sqsh", "../evil.sqsh", f"sha256-{'0' * 64}.sqsh"])
+@pytest.mark.parametrize("file", ["ROOT/evil.sqsh", "../evil.sqsh", f"sha256-{'0' * 64}.sqsh"])
 def test_an_entry_of_another_user_in_a_folder_open_to_all_chooses_no_image(
     open_registry: Path, file: str
 ) -> None:
@@ -250,6 +250,7 @@ def test_an_entry_of_another_user_in_a_folder_open_to_all_chooses_no_image(
     cache.mkdir()
     cache.chmod(0o1777)
     entry = cache / f"{key(NAME)}.json"
+    file = file.replace("ROOT", str(open_registry))
     entry.write_text(json.dumps({"image": URI, "file": file}))
     evil = Path(cache / file)
     evil.write_text("hsqs evil")

@@ -217,6 +217,25 @@ def test_a_prompt_does_not_end_with_the_token_that_the_tokenizer_adds(folder: Pa
     assert list(templated("ab")[1]) == [1, 2, 28], "that of the template stays"
 
 
+@pytest.mark.parametrize("kind", ["BPE", "WordLevel"])
+def test_no_token_of_a_prompt_is_taken_for_one_that_the_tokenizer_adds(
+    folder: Path, kind: str
+) -> None:
+    """The vocabulary has no letters: "a" is no token of it, or an error."""
+    core = json.loads((folder / "tokenizer.json").read_text())
+    vocab = {letter: number for number, letter in enumerate("0123456789+=")}
+    core["model"] = {"type": kind, "vocab": vocab}
+    core["model"] |= {"merges": []} if kind == "BPE" else {"unk_token": "?"}
+    core["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(core))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    add_to_texts(folder, {"[": 27}, {})
+    text = "12+3=" if kind == "BPE" else "7"
+    assert list(PromptTokenizer(folder)(text)[1]) == [27, *(vocab[letter] for letter in text)]
+
+
 def test_the_bos_occurs_once(folder: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     add_to_texts(folder, {"[": 27}, {})
