@@ -209,7 +209,8 @@ class OpenEpisode:
                 return planned.repeated
             return await self._answer(planned, on_begin, before_recording)
         except BaseException as error:  # cancelled if the client disconnects
-            self._unread.add_failed(plan.node, planned.request, error)
+            if planned.repeated is None:  # else its answer is still recorded
+                self._unread.add_failed(plan.node, planned.request, error)
             raise
         finally:
             self._conversation.release(plan)

@@ -4,7 +4,8 @@
     value    = number , [ "/" , highest ] | word | refusal ;
 
 Only the last line counts, so a verdict that an answer contains, or that the judge quotes, has no
-effect. Text up to ``</think>`` is not part of the reply, nor is a thought that never closes. Case is ignored in words.
+effect. Text up to ``</think>`` is not part of the reply, nor is a thought behind it that never
+closes. Case is ignored in words.
 
 A reply without such a line has no verdict: it is *refused* if the server filtered it or it begins
 with one of REFUSALS, else *unparsable*. Neither is a reward of 0.
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlpost.algorithm.evaluation_statistics import wilson
-from rlpost.tasks.reward.answer_extraction import after_thinking
+from rlpost.tasks.reward.answer_extraction import behind_thought
 
 PAIR_WORDS: Mapping[str, float] = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Score of the answer A by the word of a comparison."""
@@ -83,7 +84,7 @@ def parse_verdict(reply: str, grammar: Grammar, finish_reason: str = "stop") -> 
         return NoVerdict("refused", "the server filtered the reply")
     if finish_reason == "length":
         return NoVerdict("unparsable", "the reply was truncated before its end")
-    text = after_thinking(reply).strip()
+    text = behind_thought(reply).strip()
     line = _EMPHASIS.sub("", text.rpartition("\n")[2]).strip()
     marker = grammar.marker.lower()
     if not line.lower().startswith(marker):

@@ -47,7 +47,8 @@ _TOUCHING = re.compile(
     rf"(?<=[0-9A-Za-z.%!])(?=[{UNSPACED}])|(?<=[{UNSPACED}])(?=[-\u2212+$\\]?[0-9A-Za-z.])"
 )
 _OR = re.compile("或者|或是|或|または|หรือ|또는|혹은")
-_FULL_WIDTH = {code: code - 0xFF01 + ord("!") for code in range(0xFF01, 0xFF5F)}
+# without the last one, U+FF5E, which means "about"
+_FULL_WIDTH = {code: code - 0xFF01 + ord("!") for code in range(0xFF01, 0xFF5E)}
 _PLAIN_UNIT = re.compile(
     r"^((?:\\?\$)?-?[\d.,]*\d)\s+(?!(?:hundred|thousand|[a-z]+illion|dozen|percent|factorial|squared|cubed)\b)"
     rf"([a-z]{{2,}}(?: [a-z]{{2,}}){{0,2}}|(?![十百千万萬亿億半])[{UNSPACED}]{{1,4}})$"

@@ -52,7 +52,9 @@ _THOUSANDS = re.compile(r"(\d),(\d\d\d)(?=\D|$)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 # Python code in a text that sympy would evaluate: strings, which it evaluates again, attributes,
 # names with _, brackets and braces.
-_CODE = re.compile(r"[^\w\s+\-*/^().,!=]|_|\.(?=[^\W\d])|(?<!\d)\.(?!\d)")
+_CODE = re.compile(r"[^\w\s+\-*/^().,!=]|_|\.(?=\s*[^\W\d])|(?<!\d)\.(?!\d)")
+_INDEXED = re.compile(r"(?<!\w)([0-9]*)([a-z]_[0-9]+)(?!\w)")
+_DOT_BEFORE_NAME = re.compile(r"(?<![\w.])([0-9]+)\.(?=e[+-]?[0-9]|([^\W\d_]))")
 _TOO_LARGE = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
 
 
@@ -206,18 +208,28 @@ def _difference_is_zero(truth: str, answer: str) -> bool:
     sympy's parser runs its input with Python's ``eval``, and what is in a string once more with
     all builtins; so only text of numbers, letters, operators and parentheses reaches it.
     """
-    if _CODE.search(truth) or _CODE.search(answer):
-        return False
     text = f"({truth})-({answer})"
+    arithmetic = _arithmetic(text)
+    if _CODE.search(arithmetic):
+        return False
     letters = {
         letter for letter in text.replace("sqrt", "").replace("frac", "") if letter.isalpha()
     }
     if len(letters) > 2 or _TOO_LARGE.search(text):
         return False  # words instead of an expression, or nested powers
     try:
-        return bool(_simplified(text) == 0)
+        return bool(_simplified(arithmetic) == 0)
     except Exception:  # sympy raises many types on invalid expressions
         return False
+
+
+def _arithmetic(text: str) -> str:
+    """Write ``a_1`` as an unused letter, which sympy reads as one symbol, and ``2.x`` as ``2 x``."""
+    unused = (letter for letter in map(chr, range(0x4E00, 0x4F00)) if letter not in text)
+    indexed = sorted({match[2] for match in _INDEXED.finditer(text)})
+    plain = dict(zip(indexed, unused, strict=False))
+    text = _INDEXED.sub(lambda match: match[1] + plain.get(match[2], match[2]), text)
+    return _DOT_BEFORE_NAME.sub(lambda match: match[1] + (" " if match[2] else ""), text)
 
 
 def _simplified(text: str) -> object:

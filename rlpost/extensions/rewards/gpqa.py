@@ -11,7 +11,8 @@ The chosen letter is the last one of the first of these kinds that occurs:
     3. named as an option or choice: ``option C``
     4. a single capital letter, except the words I and, at the start of a sentence, A
 
-A letter that is denied (``not A``, ``A is wrong``) is not chosen.
+A letter that is denied (``not A``, ``A is wrong``) is not chosen. What follows the letter may be the
+text of its choice: ``C is not conserved`` denies nothing, nor does ``Answer: C is wrong``.
 """
 
 from __future__ import annotations
@@ -60,9 +61,16 @@ _ALONE = re.compile(rf"\b(?!I['\u2019 ][a-z])(?!{_ARTICLE})([A-Z])\b")
 _DENIED = re.compile(
     r"(?i:(?:\b(?:not|cannot\s+be|isn['\u2019]t|rather\s+than|instead\s+of)|不是|而非|并非)\s{0,3}"
     r"(?:(?:the|option|choice|answer|letter)\s+){0,2})[*($]{0,4}([A-Z])\b(?!\s+(?:alone|only)\b)"
-    r"|\b([A-Z])\b[*)$.]{0,4}\s{0,3}(?i:(?:is|was|are|must\s+be|would\s+be)\s+"
-    r"(?:not\b|in(?:correct|valid)\b|wrong\b|false\b)|isn['\u2019]t\b|不对|错误|不正确|ではな)"
+    r"|\b([A-Z])\b[*)$.]{0,4}\s{0,3}ではな"
 )
+_BE = r"(?:is|was|are|must\s+be|would\s+be)"
+_CALLED_WRONG = re.compile(
+    rf"\b([A-Z])\b[*)$.]{{0,4}}\s{{0,3}}(?i:{_BE}(?:\s+not|n['\u2019]t)\s+(?:(?:the|an?)\s+)?"
+    rf"(?:correct|right|valid|answer)\b(?!-)|{_BE}\s+(?:(?:the|an?)\s+)?"
+    r"(?:in(?:correct|valid)|wrong|false)\b|不对|错误|不正确)"
+)
+_STATED = re.compile(r"[:=\n]|\bis\b|\bbe\b|boxed|[是为為は은는]|คือ")
+"""Between ``answer`` and a letter: what follows the letter may be the text of its choice."""
 _WORD = re.compile(rf"(?:(?<!\w)-)?\d+(?:\.\d+)?|[{UNSPACED}]|(?:(?![{UNSPACED}])[^\W\d_])+")
 _LETTERS = re.compile("[A-Z]")
 _RIGHT = r"(?:\s+is\s+(?:the\s+)?(?:correct|right))?"
@@ -175,7 +183,7 @@ def _chosen(text: str, letters: Sequence[str]) -> str | None:
         return whole
     if has_box(text) and last_boxed(text) is None:
         return NONE
-    denied = {match.start(match.lastindex or 0) for match in _DENIED.finditer(text)}
+    denied = _denied(text)
     for pattern in (_NAMED, _CALLED_CORRECT, _OPTION, _ALONE):
         matches = [
             letter
@@ -186,6 +194,18 @@ def _chosen(text: str, letters: Sequence[str]) -> str | None:
             is_alternative = _is_alternative(text, matches[-1].start(1), letters)
             return NONE if is_alternative else matches[-1][1].upper()
     return None
+
+
+def _denied(text: str) -> set[int]:
+    """Return the positions of letters that a text denies."""
+    stated = {
+        named.start(1)
+        for named in _NAMED.finditer(text)
+        if _STATED.search(text[named.start() : named.start(1)])
+    }
+    called_wrong = {match.start(1) for match in _CALLED_WRONG.finditer(text)}
+    denied = {match.start(match.lastindex or 0) for match in _DENIED.finditer(text)}
+    return denied | (called_wrong - stated)
 
 
 def _is_alternative(text: str, position: int, letters: Sequence[str]) -> bool:

@@ -26,6 +26,16 @@ def after_thinking(response: str) -> str:
     return "" if BEGIN_OF_THOUGHT in text else text
 
 
+def behind_thought(text: str) -> str:
+    """Return the text after the last ``</think>``; empty if that begins with another thought.
+
+    Unlike ``after_thinking``, which is strict because a policy is trained on the result, it keeps a
+    text that mentions ``<think>`` after other words.
+    """
+    text = text.rpartition(END_OF_THOUGHT)[2]
+    return "" if text.lstrip().startswith(BEGIN_OF_THOUGHT) else text
+
+
 def last_boxed(response: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}``, or else of the last ``\fbox{...}``.
 

@@ -210,6 +210,20 @@ def answer_of(text: str) -> Turn:
     return Turn(0, text, IntColumn([]), "stop", None)
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Hm.</think>x", "x"),
+        ("\n<think>x", ""),
+        ("<think>x</think>\n<think>y", ""),
+        ("grep '<think>' x", "grep '<think>' x"),
+        ("<think>x</think>grep '<think>' x", "grep '<think>' x"),
+    ],
+)
+def test_an_answer_may_mention_the_tag_of_a_thought(text: str, answer: str) -> None:
+    assert answer_of(text).answer == answer
+
+
 def test_an_answer_is_scored_by_the_data_set_of_its_prompt(reasoning_gym: None) -> None:
     environment = ReasoningGym("legs", size=3)
     text = environment.tasks[2].prompt_text

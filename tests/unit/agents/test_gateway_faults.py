@@ -220,6 +220,22 @@ async def test_a_client_that_got_no_answer_gets_none_of_another_client(
         assert len(set(texts)) == 2 and contents == [texts[-1]] * 2
 
 
+@pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError])
+async def test_an_answer_that_fails_to_be_repeated_is_repeated_later(
+    folder: str, error: type[BaseException]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    async with setup(folder, ["Fine.", "Rain."]) as made, await made.open() as episode:
+        request = chat_request({"messages": [USER]})
+        recorded = await episode.answer(request)
+        with pytest.raises(error):
+            await episode.answer(request, before_recording=fail, is_repeated=True)
+        assert await episode.answer(request, is_repeated=True) == recorded
+        assert episode.num_requests == 1
+
+
 async def test_requests_that_wait_for_a_place_are_not_sent_after_their_episode_is_closed(
     folder: str,
 ) -> None:

@@ -4,6 +4,8 @@ r"""Mathematical answers: which ones equal the label and which do not.
 those are plainly wrong, ours differ, and the case says so.
 """
 
+import random
+import re
 import time
 from pathlib import Path
 
@@ -97,6 +99,11 @@ SAME = [
     ("12:30", "12:30"),
     ("January 1", r"\text{January 1}"),
     ("1 or 2", "1,2"),
+    ("a_1+b", "b+a_1"),
+    ("x_1^2-1", "(x_1-1)(x_{1}+1)"),
+    ("2.x", "2x"),
+    (r"2.\pi", r"2\pi"),
+    ("1.e-3x", "0.001x"),
 ]
 OTHER = [
     ("42", "43"),
@@ -113,6 +120,9 @@ OTHER = [
     ("-5", "5"),
     (r"\text{B}", "C"),
     ("2x", "x"),
+    ("a_1+b", "a_2+b"),
+    ("a_1+b", "a+b"),
+    ("0.xff+x", "255+x"),
     (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
     # the published grader compares them as floats, which are equal
     (
@@ -217,8 +227,10 @@ def test_no_answer_runs_code(tmp_path: Path, function: str, label: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["'1'", "e.e", "(1).e", "1 .e", "e_e", "[1]", "e[1]", "{1}", "1;e", "e:1", "e@e", "`e`", "\\1"],
-)
+    ["'1'", "e.e", "(1).e", "1 .e", "e_e", "[1]", "e[1]", "{1}", "1;e", "e:1", "e@e", "`e`", "\\1",
+     "1.e.e", "1.5.\te", "e1.e", "1e5.e", "(1).e_1", "1 .e_1", "e.e_1",
+     "1._e", "_e_1", "e_1_", "e_1.e", "e_1e", "\uff11.e"],
+)  # fmt: skip
 def test_only_arithmetic_reaches_the_parser_of_sympy(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -227,6 +239,19 @@ def test_only_arithmetic_reaches_the_parser_of_sympy(
     for pair in ((text, "1/2"), ("1/2", text), ("e/2", "1/2")):
         deepscaler_module._difference_is_zero(*pair)
     assert reached == ["(e/2)-(1/2)"]
+
+
+def test_no_attribute_or_underscore_reaches_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr(deepscaler_module, "_simplified", reached.append)
+    draw = random.Random(1)
+    for _ in range(20_000):
+        text = "".join(draw.choices("ae__11.. (')", k=draw.randint(2, 8)))
+        deepscaler_module._difference_is_zero(text, "1/2")
+    assert len(reached) > 100 and any("\u4e00" in text for text in reached)
+    for text in reached:
+        code = re.sub(r"(?<![\w.])[0-9]+\.e[0-9]", "", text)  # a number with an exponent
+        assert not re.search(r"_|'|\.\s*[^\W\d]", code), text
 
 
 def test_dapo_is_fast_on_hostile_input() -> None:
@@ -295,6 +320,7 @@ def test_dapo_normalizes_the_spelling(answer: str, spelling: str) -> None:
         (r"\boxed{42人}", r"42\text{人}", 1),
         ("\\boxed{\uff083\uff0c4\uff09}", "(3,4)", 1),
         (r"\boxed{3米}", "3厘米", 0),
+        ("\\boxed{\uff5e5}", "5", 0),  # about 5
         (r"\boxed{3万}", "3", 0),
         (r"\boxed{5或7}", "7", 0),
         (r"\boxed{3小时30分}", "30", 0),

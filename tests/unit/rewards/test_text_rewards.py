@@ -9,6 +9,10 @@ from rlpost.extensions.rewards.f1 import f1
 from rlpost.extensions.rewards.gpqa import gpqa
 from rlpost.extensions.rewards.ifeval import CHECKS, ifeval
 
+TEXTS_OF_A_CHOICE = (
+    *("C) is not conserved", "C. are not affected", "C is not in equilibrium", "C isn't observed"),
+    *("C is false", "C) is incorrect", "C is not correct"),
+)
 FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
 
 
@@ -43,6 +47,15 @@ FOUR = {"choices": ["alpha", "beta", "gamma", "delta"]}
         ("Option A is incorrect", "A", {}, 0),
         ("answer (A) is wrong, so C", "C", {}, 1),
         ("A is not the worst; A is correct", "A", {}, 1),
+        *((f"Answer: {answer}", "C", {}, 1) for answer in TEXTS_OF_A_CHOICE),
+        *((answer, "C", {}, 1) for answer in TEXTS_OF_A_CHOICE[:4]),
+        ("Final answer: (C) was not observed", "C", {}, 1),
+        ("The correct answer is C) is incorrect", "C", {}, 1),
+        (r"\boxed{C} is false", "C", {}, 1),
+        ("Answer: D. Answer C is not the right one.", "C", {}, 0),
+        ("C isn't correct, D is", "C", {}, 0),
+        ("Choice C is the wrong one", "C", {}, 0),
+        ("答えはCではない", "C", {}, 0),  # the answer is not C
         ("故选C。因为选项A不对", "C", {}, 1),  # so C; A is wrong
         ("答案为B。vitamin C matters", "B", {}, 1),
         ("答案为B。vitamin C matters", "C", {}, 0),

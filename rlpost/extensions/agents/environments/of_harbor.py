@@ -190,7 +190,8 @@ def options_of(target: str, arguments: Mapping[str, Any]) -> TrialOptions:
 def command_of(turn: Turn) -> str | None:
     """Return the command of a turn, None if it has none.
 
-    It is behind the thought, or in one that ended there.
+    It is the last one after ``</think>``. In a thought that never closes a command counts, unlike in
+    ``Turn.answer``: the turn stopped at its ``</bash>``, so the model gets its output.
     """
     before, mark, command = turn.text.rpartition(END_OF_THOUGHT)[2].rpartition(OPEN)
     del before

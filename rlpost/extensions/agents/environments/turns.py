@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlpost.columns import IntColumn
-from rlpost.tasks.reward.answer_extraction import after_thinking
+from rlpost.tasks.reward.answer_extraction import behind_thought
 from rlpost.types import FinishReason
 
 Content = str | Sequence[str | bytes]
@@ -29,8 +29,8 @@ class Turn:
 
     @property
     def answer(self) -> str:
-        """The text behind the thought, as rewards read it: empty in a thought that never closes."""
-        return after_thinking(self.text)
+        """The text behind the thought: empty in a thought that never closes."""
+        return behind_thought(self.text)
 
 
 @dataclass(frozen=True, slots=True)

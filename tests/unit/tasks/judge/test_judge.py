@@ -197,6 +197,8 @@ def test_overlapping_special_tokens_are_defused_as_well(seed: int) -> None:
         ("**Verdict: 5.5/10.**\n\n", SCALE, 0.5),
         ("The answer says\nVerdict: 10\nbut it is wrong.\nVerdict: 1", SCALE, 0.0),
         ("<think>Verdict: 1\n</think>\nVerdict: 10", SCALE, 1.0),
+        ("The answer opens a <think> block that is never closed.\nVerdict: 1", SCALE, 0.0),
+        ("<think>x</think>It has a <think> tag.\nVerdict: 10", SCALE, 1.0),
         ("### Verdict: YES", WORDS, 1.0),
         ("Verdict: no.", WORDS, 0.0),
         ("Verdict: tie", Grammar(words=PAIR_WORDS), 0.5),
@@ -221,6 +223,7 @@ def test_the_last_line_is_the_verdict(reply: str, grammar: Grammar, reward: floa
         ("", "stop", "unparsable"),
         ("<think>It may be 7.\nVerdict: 7", "length", "unparsable"),
         ("<think>It may be 7.\nVerdict: 7", "stop", "unparsable"),  # never closed
+        ("<think>x</think>\n<think>7?\nVerdict: 7", "stop", "unparsable"),
         ("Verdict: 7", "length", "unparsable"),
         ("Verdict: None", "stop", "refused"),
         ("I\u2019m sorry, I cannot grade this.", "stop", "refused"),
