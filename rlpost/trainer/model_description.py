@@ -248,8 +248,8 @@ def _described(path: Path, settings: CheckpointConfig) -> ModelDescription:
         refused = {key: hf.get(key) for key in description.family.refused}
         if problem := architecture.routing_problem(description.fields):
             raise WeightError(problem)
-        given = {key for key, value in description.hf_config.items() if value is not None}
-        present = given | description.rope.keys()
+        filled = {key for key, value in description.hf_config.items() if value is not None}
+        present = filled | description.rope.keys()
         if "moe_intermediate_size" in present:
             present.add("intermediate_size")  # a model whose layers are all sparse has no such key
         missing = [key for key in (*NEEDED, *TENSOR_PARALLEL_KEYS) if key not in present]
