@@ -222,6 +222,7 @@ def test_a_resumed_run_fits_and_its_engines_have_the_cache_of_a_first_start(name
     cluster, run = run_of(name, "tight")
     run_whole(run, checkpoint=tmp_path / checkpoint_name(1))
     assert "load" in cluster.log and "import_weights" not in cluster.log
+    assert ("load", {"is_compared": True}) in cluster.keywords, "the driver has compared it"
     assert [engine.caches for engine in cluster.engines] == [
         engine.caches for engine in first.engines
     ]
@@ -278,6 +279,8 @@ def test_ranks_that_die_are_started_again_beside_the_engines(name, event, number
     cluster.fail_at(event, lambda: run.stages.ranks.workers.die(), number=number)
     run_whole(run)
     check_engines(cluster)
+    loads = [keywords for method, keywords in cluster.keywords if method == "load"]
+    assert loads == [{"is_compared": False}] * cluster.log.count("load"), "the ranks compare"
 
 
 @pytest.mark.parametrize(("event", "number"), [("train_step", 2), ("save", 1)])
