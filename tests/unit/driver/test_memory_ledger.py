@@ -279,8 +279,6 @@ def test_ranks_that_die_are_started_again_beside_the_engines(name, event, number
     cluster.fail_at(event, lambda: run.stages.ranks.workers.die(), number=number)
     run_whole(run)
     check_engines(cluster)
-    loads = [keywords for method, keywords in cluster.keywords if method == "load"]
-    assert loads == [{"is_compared": False}] * cluster.log.count("load"), "the ranks compare"
 
 
 @pytest.mark.parametrize(("event", "number"), [("train_step", 2), ("save", 1)])
@@ -299,6 +297,8 @@ def test_standbys_take_over_twice_and_hold_no_memory_before(name, event, number,
     run_whole(run, cycles=3)
     assert cluster.log.count("2 standbys take over") == 2
     check_engines(cluster)
+    loads = [keywords for method, keywords in cluster.keywords if method == "load"]
+    assert loads and all(one == {"is_compared": False} for one in loads), "the ranks compare"
 
 
 async def test_a_rank_without_memory_names_the_engine_that_holds_it(run_of, monkeypatch):
