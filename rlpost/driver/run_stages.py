@@ -137,7 +137,10 @@ class RunStages(Stages):
         self, placement: Placement, ports: Ports, checkpoint: Path | None
     ) -> None:
         """Set up the ranks that train; load ``checkpoint`` or, without one, the initial weights."""
-        self.training = await self.startup.trainer(self.ranks, placement, ports, checkpoint)
+        # ``Checkpoints.newest`` has compared it.
+        self.training = await self.startup.trainer(
+            self.ranks, placement, ports, checkpoint, is_compared=True
+        )
         start, kept = await self.ranks.first(remote(Actor.versions))
         self.versions = policy_versions(self.config, start=start, kept=kept)
 

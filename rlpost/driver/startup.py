@@ -143,14 +143,23 @@ class Startup:
         return Calls(ranks, stop, EndWhenHanging(ranks, rule, report, is_stopping=stop.requested))
 
     async def trainer(
-        self, actors: ActorGroup, placement: Placement, ports: Ports, checkpoint: Path | None
+        self,
+        actors: ActorGroup,
+        placement: Placement,
+        ports: Ports,
+        checkpoint: Path | None,
+        *,
+        is_compared: bool,
     ) -> Training:
-        """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights."""
+        """Set up all ranks and load ``checkpoint`` or, without one, the Hugging Face weights.
+
+        ``is_compared``: see ``Actor.load``.
+        """
         data_ranks = await _set_up(actors, placement.actors, ports.actor_group)
         if checkpoint is None:
             await actors.all(remote(Actor.import_weights))
         else:
-            await actors.all(remote(Actor.load, str(checkpoint)))
+            await actors.all(remote(Actor.load, str(checkpoint), is_compared=is_compared))
         is_fresh = checkpoint is None and self._config.checkpoint.ref_load is None
         return Training(
             self._config,

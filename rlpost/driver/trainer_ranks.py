@@ -59,7 +59,9 @@ class TrainerRanks:
 
     async def set_up(self, placement: Placement, checkpoint: Path | None) -> Training:
         """Form the groups of the new ranks; load ``checkpoint`` or the initial weights."""
-        return await self._startup.trainer(self._group, placement, self._ports, checkpoint)
+        return await self._startup.trainer(
+            self._group, placement, self._ports, checkpoint, is_compared=False
+        )
 
     async def note_gpus(self) -> None:
         """Remember the GPUs of ranks that have started."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common.bounded import together
 from rlpost.config.engine_args import sends_draft_weights
+from rlpost.config.plan.shard_plan import Unit
 from rlpost.config.plan.shard_roles import RankPlan
 from rlpost.config.plan.weight_update import obstacle_to_slices
 from rlpost.config.tree import Config
@@ -158,8 +159,10 @@ class WeightCoordinator:
         self._has_sent_slices = False
         self._refusal: str | None = None
         """Why the engines refused slices, in this driver's life."""
-        self._load_check: LoadCheck | None = None
-        """Of engines that get all weights, since the first connection; None if they get adapters."""
+        self._load_check = LoadCheck()
+        """Of engines that get all weights."""
+        self._units: Sequence[Unit] | None = None
+        """All weights, since the first connection that sends them."""
         self._timeout_s = 60.0 * config.cluster.distributed_timeout_minutes
         self._join_s = min(JOIN_S, self._timeout_s)
         self.num_bytes = 0
@@ -212,10 +215,9 @@ class WeightCoordinator:
         """The mover, with a check of the engines before it sends; one of slices has its own."""
         if self._config.sends_adapters or isinstance(self._mover, ShardMover):
             return self._mover
-        if self._load_check is None:
-            units = await self._actors.first(remote(Actor.shards.list_units))
-            self._load_check = LoadCheck(units, self._attempt / SLICES)
-        return CheckedMover(self._mover, self._load_check)
+        if self._units is None:
+            self._units = await self._actors.first(remote(Actor.shards.list_units))
+        return CheckedMover(self._mover, self._load_check, self._units, self._attempt / SLICES)
 
     def move(self, placement: Placement) -> None:
         """Use ``placement`` from the next ``connect`` on: ranks or engines are on other nodes."""

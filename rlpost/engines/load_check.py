@@ -38,21 +38,25 @@ Place = tuple[str, str]
 class LoadCheck:
     """Compares what engines load with what a trainer sends. An engine records once in its life."""
 
-    def __init__(self, units: Sequence[Unit] = (), folder: Path = Path()) -> None:
-        """
-        Args:
-            units: the tensors that are sent; for ``check_folder`` those that the first folder lists.
-            folder: shared by all nodes; each check has a folder in it, and removes it.
-        """
-        self._units, self._folder = units, folder
+    def __init__(self) -> None:
         self._unchecked: set[str] = set()
         self._right: set[bytes] = set()
         """Digests of answers of engines that load all."""
 
-    async def check(self, receivers: Sequence[Receiver], *, in_session: bool) -> None:
+    async def check(
+        self,
+        receivers: Sequence[Receiver],
+        units: Sequence[Unit],
+        folder: Path,
+        *,
+        in_session: bool,
+    ) -> None:
         """Check paused engines; those that cannot be checked are named once in the log.
 
-        ``in_session``: a weight update is open. Otherwise one is opened and closed, without weights.
+        Args:
+            units: the tensors that are sent.
+            folder: shared by all nodes; each check has a folder in it, and removes it.
+            in_session: a weight update is open. Otherwise one is opened and closed, without weights.
 
         Raises:
             WeightError: an engine does not load all of a tensor.
@@ -67,7 +71,7 @@ class LoadCheck:
             return
         if not in_session:
             await all_do("open a session", [one.client.begin_weight_update() for one in able])
-        problem = await self._problem(able)
+        problem = await self._problem(able, units, folder)
         if not in_session:
             await all_do("close the session", [one.client.end_weight_update() for one in able])
         if problem is not None:
@@ -75,22 +79,22 @@ class LoadCheck:
 
     async def check_folder(self, receivers: Sequence[Receiver], weights: Path) -> None:
         """Check paused engines, as ``check`` does, before they read a folder of all weights."""
-        self._folder = weights.parent
         try:
-            self._units = self._units or await in_daemon(partial(read_units, weights))
+            units = await in_daemon(partial(read_units, weights))
         except (OSError, ValueError) as error:
             self._report(receivers, str(error))
         else:
-            await self.check(receivers, in_session=False)
+            await self.check(receivers, units, weights.parent, in_session=False)
 
-    async def _problem(self, receivers: Sequence[Receiver]) -> WeightError | None:
+    async def _problem(
+        self, receivers: Sequence[Receiver], units: Sequence[Unit], shared: Path
+    ) -> WeightError | None:
         name = secrets.token_hex(8)  # engines may live longer than an attempt of the run
-        folder = self._folder / name
-        types = tensor_types(self._units)
+        folder, types = shared / name, tensor_types(units)
         try:
             await in_daemon(partial(folder.mkdir, parents=True))
             files = await record_loads(receivers, types, folder=folder, message_id=name)
-            await in_daemon(partial(self._compare, files, list(types)))
+            await in_daemon(partial(self._compare, files, units))
         except WeightError as error:
             return error
         except (SyncError, OSError, ValueError, TypeError, LookupError) as error:
@@ -102,14 +106,15 @@ class LoadCheck:
             await in_daemon(partial(shutil.rmtree, folder, ignore_errors=True))
         return None
 
-    def _compare(self, files: Mapping[str, Sequence[Path]], names: Sequence[str]) -> None:
+    def _compare(self, files: Mapping[str, Sequence[Path]], units: Sequence[Unit]) -> None:
         """Compare each engine whose ranks do not answer as those of one that was right."""
+        names = list(tensor_types(units))
         for url, of_ranks in files.items():
             answers = [one.read_bytes() for one in of_ranks]
             digest = hashlib.sha256(b"\0".join(answers)).digest()
             if digest not in self._right:
                 parsed = [orjson.loads(answer) for answer in answers]
-                check_complete(self._units, {url: [boxes_of(one, names) for one in parsed]})
+                check_complete(units, {url: [boxes_of(one, names) for one in parsed]})
                 check_ranks(url, parsed, names)
                 self._right.add(digest)
 
@@ -127,15 +132,16 @@ class LoadCheck:
 class CheckedMover:
     """Checks the engines before the first update of a connection; see ``Mover``."""
 
-    def __init__(self, mover: Mover, check: LoadCheck) -> None:
-        self._mover, self._check = mover, check
+    def __init__(self, mover: Mover, check: LoadCheck, units: Sequence[Unit], folder: Path) -> None:
+        """``units``, ``folder``: see ``LoadCheck.check``."""
+        self._mover, self._check, self._sent = mover, check, (units, folder)
         self._is_checked = False
         self.in_session = mover.in_session
 
     async def move(self, receivers: Sequence[Receiver], version: int) -> None:
         """See ``Mover``. Raises WeightError for engines that would not load all that is sent."""
         if not self._is_checked:
-            await self._check.check(receivers, in_session=self.in_session)
+            await self._check.check(receivers, *self._sent, in_session=self.in_session)
             self._is_checked = True
         await self._mover.move(receivers, version)
 
@@ -175,7 +181,8 @@ def check_ranks(
     """Check that each rank of an engine fills a parameter as the others do which have it.
 
     Together they load all of a tensor even if one of them skips its copy. Equal are the numbers of
-    tensors of each kind: the ranks may have other experts.
+    tensors of each kind, or those of writes: the ranks may have other experts, and two copies of one
+    (SGLang's ``ep_num_redundant_experts``).
 
     Args:
         answers: of the engine's ranks.
@@ -187,13 +194,13 @@ def check_ranks(
     fullest: dict[Place, list[str]] = {}
     for of_rank in loads:
         for place, loaded in of_rank.items():
-            fullest[place] = max(fullest.get(place, []), loaded, key=len)
+            fullest[place] = max(fullest.get(place, []), loaded, key=lambda one: len(set(one)))
     for rank, (of_rank, answer) in enumerate(zip(loads, answers, strict=True)):
         unseen = set(map(kind_of, answer["reasons"]))
         for (parameter, kind), most in fullest.items():
             loaded = of_rank.get((parameter, kind), [])
-            is_declared = parameter in answer["filled"]
-            if is_declared and kind not in unseen and len(loaded) < len(most):
+            is_seen = parameter in answer["filled"] and kind not in unseen
+            if is_seen and len(set(loaded)) < len(set(most)) and len(loaded) < len(most):
                 skipped = next(name for name in most if name not in loaded)
                 raise WeightError(
                     f"{skipped}: rank {rank} of engine {url} has a parameter {parameter.partition(':')[2]} and does "
@@ -202,7 +209,7 @@ def check_ranks(
 
 
 def _loads(filled: Mapping[str, Sequence[int]], names: Sequence[str]) -> dict[Place, list[str]]:
-    """The tensors of each kind that fill each parameter."""
+    """The tensors of each kind that fill each parameter, once for each write."""
     loads: dict[Place, list[str]] = {}
     for parameter, numbers in filled.items():
         for number in numbers:

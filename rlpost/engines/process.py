@@ -26,8 +26,8 @@ import psutil
 from common.build_tools import with_scripts
 from common.cuda_runtime import with_runtime
 from common.files import tail_text
-from rlpost.config.checks.policy_passes import VARIABLES
 from rlpost.config.keys import without_keys
+from rlpost.config.sglang_variables import VARIABLES
 from rlpost.errors import EngineDied, RolloutError
 from rlpost.observe.memory import GB
 

@@ -40,6 +40,7 @@ from rlpost.errors import (
     RolloutError,
     SlicesRefused,
     SyncError,
+    WeightError,
 )
 from rlpost.models.regions import BoxGroup
 
@@ -322,14 +323,22 @@ def _plan(
     answers = {
         url: [json.loads(file.read_text()) for file in of_ranks] for url, of_ranks in files.items()
     }
-    for url, of_ranks in answers.items():
-        for answer in of_ranks:
-            together.update(map(tuple, answer["together"]))
-            reasons.update(answer["reasons"])
-            needed.setdefault(url, []).append(boxes_of(answer, names))
-    check_complete(described[0][0], needed)
-    for url, of_ranks in answers.items():
-        check_ranks(url, of_ranks, names)
+    try:
+        for url, of_ranks in answers.items():
+            for answer in of_ranks:
+                together.update(map(tuple, answer["together"]))
+                reasons.update(answer["reasons"])
+                needed.setdefault(url, []).append(boxes_of(answer, names))
+        check_complete(described[0][0], needed)
+        for url, of_ranks in answers.items():
+            check_ranks(url, of_ranks, names)
+    except WeightError:
+        raise
+    except (ValueError, TypeError, LookupError) as error:
+        # No failure of the run, as in ``LoadCheck``: the engines get all weights instead.
+        raise SyncError(
+            f"{url} does not say what it loads as this version of rlpost does: {type(error).__name__}: {error}"
+        ) from error
     plan = plan_shards(
         joined_units(described[0][0], together),
         [boxes for _, boxes, _ in described],

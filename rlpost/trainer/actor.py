@@ -317,16 +317,18 @@ class Actor(Rank):
         done = megatron_checkpoint.Progress(step, self.num_optimizer_steps, oldest)
         self.saves.start(folder, done, in_background=in_background)
 
-    def load(self, folder: str | Path) -> int:
+    def load(self, folder: str | Path, *, is_compared: bool = False) -> int:
         """Restore a checkpoint of any layout and return its step.
 
         Learning rate, weight decay, betas and epsilon come from the settings, not from the
-        checkpoint.
+        checkpoint. ``is_compared``: the driver has just compared its files with their digests.
 
         Raises:
-            CheckpointError: the checkpoint does not fit the model.
+            CheckpointError: a file is damaged, or the checkpoint does not fit the model.
         """
         self.wait_copied()
+        if not is_compared:
+            megatron_checkpoint.compare(folder)
         # A checkpoint has only what is trained.
         read_encoder(self.config, self.images, untrained_alone=True)
         if self._adapters is not None:  # a checkpoint has the adapters alone

@@ -52,7 +52,7 @@ from rlpost.trainer.progress import SAVE_GROUP
 from rlpost.trainer.torch_dist import optimizer_state
 from rlpost.trainer.torch_dist.host_stream import HostBuffer, HostStream
 from rlpost.trainer.torch_dist.optimizer_state import KEYS, ParameterState
-from rlpost.trainer.torch_dist.reader import StoredTensors
+from rlpost.trainer.torch_dist.reader import StoredTensors, files_without
 from rlpost.trainer.torch_dist.shards import Chunk, Shard, chunks_of
 from rlpost.trainer.torch_dist.writer import Contents, write
 from rlpost.trainer.torch_dist.written import (
@@ -256,15 +256,15 @@ def load(
     buffer_bytes: int,
     adapters: Mapping[str, object] | None = None,
 ) -> Progress:
-    """Restore model and optimizer from ``folder``, written at any layout.
+    """Restore model and optimizer from ``folder``, which ``compare`` or the driver has compared.
 
-    A checkpoint without optimizer state is loaded with a warning, and Adam starts from scratch.
-    With ``adapters``, their settings, the model keeps its base weights.
+    It was written at any layout. Without optimizer state in it, a warning says that Adam starts from
+    scratch. With ``adapters``, their settings, the model keeps its base weights.
 
     Raises:
         CheckpointError: the folder holds no checkpoint of this model, or other adapters.
     """
-    common = _common_state(folder)
+    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
     if (num_optimizer_steps := common.get("num_optimizer_steps")) is None:
         raise CheckpointError(f"{folder}: written by rlpost 0.1; resume it with rlpost 0.2.0")
     check_stored(folder, common.get("adapters"), adapters)
@@ -358,7 +358,8 @@ def load_weights(
     checkpoint = same_on_every_rank(lambda: find_checkpoint(folder), CheckpointError)
     if checkpoint is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    common = _common_state(checkpoint)
+    compare(checkpoint, lambda: files_without(checkpoint, OPTIMIZER_PREFIX))
+    common = _read(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)), checkpoint)
     check_stored(checkpoint, common.get("adapters"), None)
     whole = whole_state(chunks)
     base: dict[str, object] = {key: base_alone(state) for key, state in whole.items()}
@@ -367,11 +368,10 @@ def load_weights(
     return version
 
 
-def _common_state(folder: str | Path) -> dict[str, Any]:
-    """Return what is no tensor, once no file of the folder is damaged, which the ranks divide."""
+def compare(folder: str | Path, names: Callable[[], set[str] | None] = lambda: None) -> None:
+    """Compare files with their digests (``check_files``), which the ranks divide. Collective."""
     part, parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    _read(lambda: check_files(folder, part=part, parts=parts), folder)
-    return _read(lambda: dist_checkpointing.load_common_state_dict(str(folder)), folder)
+    _read(lambda: check_files(folder, names(), part=part, parts=parts), folder)
 
 
 def _load(

@@ -7,8 +7,10 @@ exports are covered too.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from rlpost.config.plan.hf_shape import hf_shape
 from rlpost.config.plan.shape import Layout
 from rlpost.config.tree import Config
+from rlpost.durable import commit as protocol
+from rlpost.durable.commit import begin, commit
 from rlpost.errors import CheckpointError
 from rlpost.extensions.planning.counts import critic_parameters
 from tests.contract.actor_ranks import run_ranks
@@ -257,6 +261,40 @@ def test_the_reward_of_drawn_answers_rises(models):
     (seen,) = run_ranks(learn, 1, alone, num_rollouts=20)
     assert sum(seen["reward"][-3:]) / 3 > sum(seen["reward"][:3]) / 3 + 0.2
     assert sum(seen["error"][-3:]) < sum(seen["error"][:3]) / 2
+
+
+def read_again(actor: Any, *, folder: Path) -> list[list[str]]:
+    """Commit a checkpoint; return what each way to read it hashes."""
+    actor.import_weights()
+    writing = begin(folder, 1)
+    actor.save(str(writing), 1)
+    checkpoint, hashed, digest = commit(writing), list[Path](), protocol._file_digest
+    found = []
+    from rlpost.trainer import megatron_checkpoint
+
+    with patch.object(protocol, "_file_digest", lambda one: hashed.append(one) or digest(one)):
+        for read in (
+            partial(actor.load, checkpoint, is_compared=True),
+            partial(actor.load, checkpoint),
+            partial(megatron_checkpoint.load_weights, checkpoint, chunks=actor.chunks),
+        ):
+            read()
+            found.append(sorted(str(one.relative_to(checkpoint)) for one in hashed))
+            hashed.clear()
+    manifest = json.loads((checkpoint / protocol.MANIFEST).read_text())
+    return [*found, sorted(manifest["files"])]
+
+
+def test_each_byte_of_a_checkpoint_is_compared_once_and_none_that_the_driver_has_compared(
+    models, tmp_path
+):
+    ((resumed, recovered, weights, every),) = run_ranks(
+        read_again, 1, settings(models, "qwen3"), folder=tmp_path / "saves"
+    )
+    assert resumed == [] and recovered == every and any("critic/" in one for one in every)
+    small = {".metadata", "common.pt", "metadata.json"}
+    of_policy = {one for one in every if one.endswith(".distcp") and "critic/" not in one}
+    assert small < set(weights) <= small | of_policy, "a file without weights may be left out"
 
 
 def load_without_critic(actor: Any, *, folder: str) -> str:

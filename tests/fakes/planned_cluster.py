@@ -57,6 +57,7 @@ class PlannedCluster:
         )
         self.engines = [PlannedEngine(self, index) for index in range(NUM_ENGINES)]
         self.log: list[str] = []
+        self.keywords: list[tuple[str, dict[str, object]]] = []
         self.releases_late = False
         self._failures: dict[str, tuple[int, Callable[[], None]]] = {}
 
@@ -301,9 +302,10 @@ class RankProcesses:
         return found
 
     async def call_each(
-        self, method: str, arguments: Sequence[Sequence[Any]], **_: object
+        self, method: str, arguments: Sequence[Sequence[Any]], **keywords: object
     ) -> list[Any]:
-        return await self.call(method)
+        self._cluster.keywords.append((method, keywords))
+        return await self.call(method, *(arguments[0] if method == "load" else ()))
 
     call_aside = call
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlpost.config.flags import flag
+from rlpost.config.sglang_variables import VARIABLES, is_default
 from rlpost.config.tree import Config
 from rlpost.config.wording import spelled, value_text
 
@@ -32,8 +33,8 @@ _SAMPLING = (
 )
 _DRAFTED = "engines accept drafted tokens that the policy would not have sampled"
 _QUANTISED = (
-    "updates bring the trainer's weights, which such engines do not quantise again; for FP8 engines train from a "
-    "folder of rlpost convert --to fp8"
+    "updates bring the trainer's weights, which such engines do not quantise again; engines read the quantisation of "
+    "--hf-checkpoint, such as a folder of rlpost convert --to fp8, from its config.json"
 )
 SAMPLES: Mapping[str, tuple[object, str]] = {
     "allow_auto_truncate": (
@@ -61,25 +62,6 @@ SAMPLES: Mapping[str, tuple[object, str]] = {
 }
 """Arguments of SGLang with which answers are not those of the policy to a prompt: the value with which
 they are, and why."""
-_EXPERTS = "engines choose experts by their number"
-_ATTENTION = "engines leave out parts of attention"
-_DAMAGED = "engines damage their KV cache, as a test of SGLang"
-VARIABLES: Mapping[str, str] = {
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "engines return log-probs at temperature 1, whatever they sample with",
-    "SGLANG_SANITIZE_NAN_LOGITS": "engines sample where logits are no numbers",
-    "SGLANG_SIMULATE_ACC_LEN": _DRAFTED,
-    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": _EXPERTS,
-    "SGLANG_SIMULATE_UNIFORM_EXPERTS": _EXPERTS,
-    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR": _ATTENTION,
-    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": _ATTENTION,
-    "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB": _DAMAGED,
-    "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB": _DAMAGED,
-    "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB": _DAMAGED,
-    "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB": _DAMAGED,
-    "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB": _DAMAGED,
-}
-"""Variables of SGLang's environment with which answers or their log-probs are not those of the policy,
-and why. No engine inherits them."""
 
 
 def pass_problems(config: Config) -> list[str]:
@@ -87,8 +69,8 @@ def pass_problems(config: Config) -> list[str]:
     variables = config.cluster.environment if config.generates else {}
     problems = [
         f"--environment {name}={variables[name]}: {reason}, so engines do not get it; leave it out"
-        for name, reason in VARIABLES.items()
-        if name in variables
+        for name, (_, reason) in VARIABLES.items()
+        if not is_default(name, variables.get(name, ""))
     ]
     if config.grpo.is_supervised:
         return problems

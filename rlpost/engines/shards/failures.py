@@ -85,6 +85,9 @@ class _FailuresFirst:
     async def __call__(self, request: object) -> list[Answer]:
         return sorted(await self._ask(request), key=lambda answer: answer.success)
 
+    def __getattr__(self, name: str) -> object:  # as ``set_fan_out``, which SGLang calls
+        return getattr(self._ask, name)
+
 
 def report_failures() -> None:
     """Let this process answer updates with the failures of all ranks of its engine."""

@@ -59,8 +59,9 @@ class Recording:
     """Those of them that one call of ``load_weights`` must get."""
     fills: list[Fill] = field(default_factory=list)
     post_load: list[PostLoad] = field(default_factory=list)
-    filled: dict[str, frozenset[str]] = field(default_factory=dict)
-    """The tensors that fill each declared parameter; none for one that keeps its value."""
+    filled: dict[str, list[str]] = field(default_factory=dict)
+    """The tensors that fill each declared parameter, once for each write; none for one that keeps its
+    value."""
 
 
 def record(
@@ -169,22 +170,21 @@ def _result(
 
 def _filled(
     model: torch.nn.Module, trace: Trace, *, are_all_recorded: bool
-) -> dict[str, frozenset[str]]:
+) -> dict[str, list[str]]:
     """What fills each parameter, as far as it is known.
 
     One with a constant is left out: a shard may consist of padding. So is one that no tensor is seen
     to fill, unless all tensors can be recorded.
     """
     padded = {fill.parameter for fill in trace.fills}
-    filled: dict[str, frozenset[str]] = {}
+    filled: dict[str, list[str]] = {}
     for _, one in model.named_parameters():
         parameter = trace.parameters.name_of(one)
         if parameter is None or parameter in padded:
             continue
-        names = (write.names for write in trace.writes.get(parameter, ()))
-        joined = frozenset[str]().union(*names)
-        if joined or are_all_recorded:
-            filled[parameter] = joined
+        names = [name for write in trace.writes.get(parameter, ()) for name in write.names]
+        if names or are_all_recorded:
+            filled[parameter] = sorted(names)
     return filled
 
 

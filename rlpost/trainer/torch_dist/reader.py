@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import Metadata, filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
@@ -176,3 +177,14 @@ def read_metadata(folder: str) -> Metadata:
         pickle.UnpicklingError: it names functions or classes that do not belong there.
     """
     return filesystem.FileSystemReader(folder).read_metadata()
+
+
+def files_without(folder: str | Path, prefix: str) -> set[str]:
+    """Return the names of the files that a reader of a folder without some of its tensors reads.
+
+    Its own files of metadata, and each with a tensor or object whose key does not begin with
+    ``prefix``. Raises as ``read_metadata`` does.
+    """
+    places = read_metadata(str(folder)).storage_data
+    files = {place.relative_path for key, place in places.items() if not key.fqn.startswith(prefix)}
+    return files | {".metadata", "metadata.json", COMMON_STATE_FNAME}

@@ -672,12 +672,12 @@ def test_weights_reach_every_engine_without_a_process_group(
 
     async def update() -> None:
         before = await checksums(whole, tmp_path)
-        check = LoadCheck([*units, Unit(0, (lacks,))], tmp_path / "slices")
+        folder = tmp_path / "slices"
+        mover = CheckedMover(movers[way], LoadCheck(), [*units, Unit(0, (lacks,))], folder)
         with pytest.raises(WeightError, match=f"{lacks.name}: the ranks of engine http"):
-            await whole.update(version, CheckedMover(movers[way], check))
+            await whole.update(version, mover)
         assert await checksums(whole, tmp_path) == before, "the recording changed a value"
-        check = LoadCheck(units, tmp_path / "slices")
-        await whole.update(version, CheckedMover(movers[way], check))
+        await whole.update(version, CheckedMover(movers[way], LoadCheck(), units, folder))
 
     asyncio.run(update())
     for rank in ranks:

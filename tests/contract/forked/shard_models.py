@@ -299,6 +299,8 @@ def flushes(answers: list[list[bool]]) -> list[tuple[bool, str]]:
     async def flush(manager: Manager) -> tuple[bool, str]:
         for _ in range(2):
             answer = await manager.flush_cache()
+        # SGLang calls a method of it, ``set_fan_out``
+        assert manager.flush_cache_communicator.__name__ == "flush_cache_communicator"
         return answer.success, answer.message
 
     return [asyncio.run(flush(Manager(of_ranks))) for of_ranks in answers]

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.checks.policy_passes import DIFFERS, SAMPLES, VARIABLES, pass_problems
+from rlpost.config.checks.policy_passes import DIFFERS, SAMPLES, pass_problems
 from rlpost.config.flags import fields
 from rlpost.config.load import load
 from rlpost.config.megatron_options import CLASSES, OURS
 from rlpost.config.model_arguments import NAMES
 from rlpost.config.server_arg_values import COPY
+from rlpost.config.sglang_variables import VARIABLES
 from rlpost.config.tree import Config
 
 SFT = {"loss_type": "sft_loss"}
@@ -136,6 +137,18 @@ def test_a_variable_with_which_engines_answer_otherwise_is_refused_where_there_a
             f"--environment {name}=1"
         ] * generates
     assert pass_problems(config(**given, debug={"debug_train_only": True})) == []
+    default, _ = VARIABLES[name]
+    same = ["0", "False", "no"] if default is False else [str(default)] * (default is not None)
+    for value in ("", *same):
+        assert pass_problems(config(cluster={"environment": {name: value}})) == []
+    for value in {"1", "0.5", "x"} | ({"0"} if default in (None, -1) else set()):
+        assert pass_problems(config(cluster={"environment": {name: value}})) != []
+
+
+def test_the_remedy_for_quantised_engines_is_not_what_the_user_has() -> None:
+    """A folder of rlpost convert --to fp8 says itself how it is quantised."""
+    (problem,) = pass_problems(config(sglang={"sglang_quantization": "fp8"}))
+    assert problem.endswith("convert --to fp8, from its config.json; leave it out")
 
 
 def test_dropout_of_adapters_is_for_sft() -> None:
@@ -209,9 +222,11 @@ def first_sentence_of_help(annotation: ast.expr) -> str:
 
 
 def test_every_suspect_variable_of_sglang_is_known() -> None:
-    names = set(
-        re.findall(r"^    (SGLANG_\w+) = ", (sglang_sources() / "environ.py").read_text(), re.M)
-    )
+    source = (sglang_sources() / "environ.py").read_text()
+    names = set(re.findall(r"^    (SGLANG_\w+) = ", source, re.M))
+    defaults = dict(re.findall(r"^    (SGLANG_\w+) = Env\w+\((.+)\)$", source, re.M))
+    for name, (default, _) in VARIABLES.items():
+        assert ast.literal_eval(defaults[name]) == default
     assert set(VARIABLES) <= names and set(HARMLESS_VARIABLES) <= names
     suspects = {name for name in names if SUSPECT_VARIABLE.search(name)}
     assert suspects == {*VARIABLES, *HARMLESS_VARIABLES}

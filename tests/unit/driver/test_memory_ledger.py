@@ -222,6 +222,7 @@ def test_a_resumed_run_fits_and_its_engines_have_the_cache_of_a_first_start(name
     cluster, run = run_of(name, "tight")
     run_whole(run, checkpoint=tmp_path / checkpoint_name(1))
     assert "load" in cluster.log and "import_weights" not in cluster.log
+    assert ("load", {"is_compared": True}) in cluster.keywords, "the driver has compared it"
     assert [engine.caches for engine in cluster.engines] == [
         engine.caches for engine in first.engines
     ]
@@ -296,6 +297,8 @@ def test_standbys_take_over_twice_and_hold_no_memory_before(name, event, number,
     run_whole(run, cycles=3)
     assert cluster.log.count("2 standbys take over") == 2
     check_engines(cluster)
+    loads = [keywords for method, keywords in cluster.keywords if method == "load"]
+    assert loads and all(one == {"is_compared": False} for one in loads), "the ranks compare"
 
 
 async def test_a_rank_without_memory_names_the_engine_that_holds_it(run_of, monkeypatch):

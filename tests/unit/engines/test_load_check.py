@@ -51,14 +51,17 @@ def test_engines_that_answer_alike_are_compared_once_in_the_life_of_the_driver(
         "check_complete",
         lambda units, one: compared.extend(one) or complete(units, one),
     )
-    check = LoadCheck(UNITS, tmp_path)
+    check = LoadCheck()
     halves, same, whole = Checked([rows(0), rows(1)]), Checked([rows(0), rows(1)]), Checked([ALL])
 
     async def whole_run() -> None:
-        await check.check(receivers(halves, same), in_session=False)
-        await check.check(receivers(same, whole), in_session=False)  # another connection
+        await check.check(receivers(halves, same), UNITS, tmp_path, in_session=False)
+        # another connection
+        await check.check(receivers(same, whole), UNITS, tmp_path, in_session=False)
         with pytest.raises(WeightError, match="the ranks of engine http://e1 load nothing"):
-            await check.check(receivers(same, Checked([ALL[:2]])), in_session=False)
+            await check.check(
+                receivers(same, Checked([ALL[:2]])), UNITS, tmp_path, in_session=False
+            )
 
     asyncio.run(whole_run())
     assert compared == ["http://e0", "http://e1", "http://e1"]
@@ -70,12 +73,12 @@ def test_an_answer_that_cannot_be_read_is_named_once_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     """Engines elsewhere may run another version."""
-    check, engine = LoadCheck(UNITS, tmp_path), Checked([ALL])
+    check, engine = LoadCheck(), Checked([ALL])
     engine.text = text
 
     async def twice() -> None:
         for _ in range(2):
-            await check.check(receivers(engine), in_session=False)
+            await check.check(receivers(engine), UNITS, tmp_path, in_session=False)
 
     asyncio.run(twice())
     assert caplog.text.count("http://e0: whether its model loads every tensor") == 1
@@ -108,11 +111,13 @@ def test_engines_that_read_a_folder_are_checked_by_the_list_in_it(
 def test_a_rank_that_skips_its_copy_of_a_tensor_is_named(tmp_path: Path, skipped: Region) -> None:
     """The ranks together load all of it: the other one has a copy, too."""
     lacking = [one for one in ALL if one != skipped]
-    check = LoadCheck(UNITS, tmp_path)
-    asyncio.run(check.check(receivers(Checked([ALL, ALL])), in_session=False))
+    check = LoadCheck()
+    asyncio.run(check.check(receivers(Checked([ALL, ALL])), UNITS, tmp_path, in_session=False))
     expected = f"{skipped.tensor}: rank 1 of engine http://e0 has a parameter of_{skipped.tensor} "
     with pytest.raises(WeightError, match=expected):
-        asyncio.run(check.check(receivers(Checked([ALL, lacking])), in_session=False))
+        asyncio.run(
+            check.check(receivers(Checked([ALL, lacking])), UNITS, tmp_path, in_session=False)
+        )
 
 
 E1, E2, SHARED = "l.0.experts.1.w", "l.0.experts.2.w", "l.0.gate"
@@ -124,6 +129,8 @@ E1, E2, SHARED = "l.0.experts.1.w", "l.0.experts.2.w", "l.0.gate"
         ([{"w": [E1], "g": [SHARED]}, {"w": [E2], "g": [SHARED]}], (), None),  # expert parallelism
         ([{"w": [E1], "g": [SHARED]}, {"w": [E2], "g": []}], (), SHARED),
         ([{"w": [E1, E2]}, {"w": [E2]}], (), E1),
+        ([{"w": [E1, E2]}, {"w": [E2, E2]}], (), None),  # two copies of an expert on one rank
+        ([{"w": [E1, E1]}, {"w": [E2]}], (), None),
         ([{"w": [E1], "g": [SHARED]}, {"w": [E2]}], (), None),  # the rank has no such parameter
         ([{"scale": []}, {"scale": []}], (), None),  # a constant of all ranks
         ([{"g": [SHARED]}, {"g": []}], [SHARED], None),  # loaded by name, unseen

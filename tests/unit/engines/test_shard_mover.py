@@ -17,7 +17,7 @@ from rlpost.config.plan.shard_plan import SentTensor, Unit
 from rlpost.config.plan.shard_roles import RankPlan
 from rlpost.engines.engine_side_weights import Receiver
 from rlpost.engines.shard_mover import Colocation, Meeting, ShardMover
-from rlpost.errors import EngineDied, SyncError, WeightError
+from rlpost.errors import EngineDied, SlicesRefused, SyncError, WeightError
 from rlpost.models.regions import Box, Region, contiguous, group_to_json, grouped, whole
 
 TENSORS = [SentTensor(f"t{number}", (4, 8), "float32") for number in range(4)]
@@ -38,6 +38,9 @@ ALL = [whole(tensor.name, tensor.shape) for tensor in TENSORS]
 
 class Engine:
     """The client of an engine whose ranks need the given regions, and have a parameter for each tensor."""
+
+    lacks = ""
+    """A key that its answers do not have."""
 
     def __init__(self, ranks: Sequence[Sequence[Region]], refuses: str = "") -> None:
         self.ranks, self.refuses = ranks, refuses
@@ -63,6 +66,7 @@ class Engine:
                     for name, number in NUMBERS.items()
                 }
                 answer = {"boxes": boxes, "together": [], "reasons": {}, "filled": filled}
+                answer.pop(self.lacks, None)
                 Path(message["answer"]).write_text(json.dumps(answer))
 
 
@@ -140,6 +144,15 @@ def test_ranks_of_an_engine_on_the_trainers_gpus_get_the_handles_of_these(tmp_pa
     # each rank has what its engine rank needs: no bytes between ranks
     for rank, plan in enumerate(trainer.plans):
         assert {to for bucket in plan.outgoing for to, _ in bucket} == {rank}
+
+
+def test_an_engine_that_answers_as_another_version_gets_all_weights_instead(tmp_path):
+    """Before, an answer had no ``filled``."""
+    engine = Engine([ALL])
+    engine.lacks = "filled"
+    with pytest.raises(SlicesRefused, match=r"http://e0 does not say what it loads.*'filled'"):
+        asyncio.run(mover(Trainer(), MEETING, tmp_path).move(receivers(engine), VERSION))
+    assert engine.log == ["record"]
 
 
 LARGER = [contiguous(Box("t1", (0, 0), (5, 8)), "p")]
