@@ -34,7 +34,7 @@ _SAMPLING = (
 _DRAFTED = "engines accept drafted tokens that the policy would not have sampled"
 _QUANTISED = (
     "updates bring the trainer's weights, which such engines do not quantise again; engines read the quantisation of "
-    "--hf-checkpoint, such as a folder of rlpost convert --to fp8, from its config.json"
+    "--hf-checkpoint, such as one in FP8 blocks, from its config.json"
 )
 SAMPLES: Mapping[str, tuple[object, str]] = {
     "allow_auto_truncate": (

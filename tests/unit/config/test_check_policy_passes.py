@@ -146,9 +146,9 @@ def test_a_variable_with_which_engines_answer_otherwise_is_refused_where_there_a
 
 
 def test_the_remedy_for_quantised_engines_is_not_what_the_user_has() -> None:
-    """A folder of rlpost convert --to fp8 says itself how it is quantised."""
+    """A folder in FP8 says itself how it is quantised."""
     (problem,) = pass_problems(config(sglang={"sglang_quantization": "fp8"}))
-    assert problem.endswith("convert --to fp8, from its config.json; leave it out")
+    assert problem.endswith("one in FP8 blocks, from its config.json; leave it out")
 
 
 def test_dropout_of_adapters_is_for_sft() -> None:
