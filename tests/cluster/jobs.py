@@ -28,6 +28,22 @@ def job_info(lab: Lab, job: str) -> JobInfo:
     return parse_job(lab.run("ctl", ["scontrol", "--oneliner", "show", "job", job]).stdout)
 
 
+def only_step(lab: Lab, job: str) -> str:
+    """The id of the step of a job that has one, once others have ended.
+
+    Its number is not always 0: where slurmctld answers late, srun asks for another step.
+    """
+    query = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i"]
+
+    def steps() -> list[str]:
+        shown = lab.run("ctl", query).stdout.split()
+        return [step for step in shown if step.rpartition(".")[2].isdecimal()]  # not .batch
+
+    until(lambda: len(steps()) == 1, lab, f"one step of job {job}")
+    (step,) = steps()
+    return step
+
+
 def until(condition: Callable[[], bool], lab: Lab, what: str, *, deadline_s: float = 180.0) -> None:
     """Wait for a condition; at the deadline, fail with the jobs and logs of the lab."""
     if wait_until(condition, deadline_s=deadline_s):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.attempts import Attempt, agents_and_ray
-from tests.cluster.jobs import job_info, until
+from tests.cluster.jobs import job_info, only_step, until
 from tests.cluster.lab import Lab
 
 
@@ -50,7 +50,7 @@ def test_two_nodes_work_on_eth0_and_survive_the_term_of_a_preemption(lab: Lab) -
         assert f"at first {node} {lab.ip(node)} eth0" in attempt.log("driver.log")
         assert "raylet" in agents_and_ray(lab, node)
 
-    lab.run("ctl", ["scancel", "--signal=TERM", f"{attempt.job}.0"])
+    lab.run("ctl", ["scancel", "--signal=TERM", only_step(lab, attempt.job)])
     assert attempt.wait()[0] == "requeue"
     for node in ("n01", "n02"):
         assert f"after STOP {node} {lab.ip(node)} eth0" in attempt.log("driver.log")

@@ -23,7 +23,7 @@ from slurm.container import Container
 from slurm.render import render_sbatch
 from slurm.spec import JobSpec
 from slurm.states import JobState
-from tests.cluster.jobs import job_info, sbatch, until
+from tests.cluster.jobs import job_info, only_step, sbatch, until
 from tests.cluster.lab import Lab
 from tests.cluster.lab_host import search_path
 from tests.settings import a_job
@@ -410,7 +410,7 @@ def test_a_runtime_that_is_a_prefix_runs_is_entered_and_passes_signals_on(
     )
     assert "error" not in messages.lower(), messages
 
-    site.lab.run("ctl", ["scancel", "--signal=TERM", f"{job}.0"])
+    site.lab.run("ctl", ["scancel", "--signal=TERM", only_step(site.lab, job)])
     until(
         lambda: job_info(site.lab, job).state.is_over, site.lab, "the job is over", deadline_s=180
     )
