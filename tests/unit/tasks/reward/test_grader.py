@@ -13,6 +13,7 @@ import psutil
 import pytest
 from aiohttp import web
 
+from common.files import text_or_empty
 from rlpost.columns import RouteColumn
 from rlpost.config.load import load
 from rlpost.config.tree import Config
@@ -121,9 +122,14 @@ def test_a_group_whose_grading_is_lost_has_no_reward() -> None:
 
 
 def test_processes_that_a_grading_started_end_with_it(tmp_path: Path) -> None:
-    config = settings(custom_rm_path=f"{USER}:starts", reward_timeout_s=0.5)
-    assert using(config, lambda made: made.grade(prompt(), samples(str(tmp_path / "pid")))) == [0]
-    started, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    for limit_s in (0.5, 5.0, 50.0):  # until the grading starts its process in time
+        config = settings(custom_rm_path=f"{USER}:starts", reward_timeout_s=limit_s)
+        file = tmp_path / f"pid-{limit_s}"
+        answers = samples(str(file))
+        assert using(config, lambda made, sent=answers: made.grade(prompt(), sent)) == [0]
+        if pid := text_or_empty(file):
+            break
+    started, deadline = int(pid), time.monotonic() + 20
     while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "still there"
         time.sleep(0.01)
