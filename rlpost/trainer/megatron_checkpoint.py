@@ -358,7 +358,7 @@ def load_weights(
     checkpoint = same_on_every_rank(lambda: find_checkpoint(folder), CheckpointError)
     if checkpoint is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint")
-    compare(checkpoint, lambda: files_without(checkpoint, OPTIMIZER_PREFIX))
+    compare(checkpoint, _read(lambda: files_without(checkpoint, OPTIMIZER_PREFIX), checkpoint))
     common = _read(lambda: dist_checkpointing.load_common_state_dict(str(checkpoint)), checkpoint)
     check_stored(checkpoint, common.get("adapters"), None)
     whole = whole_state(chunks)
@@ -368,10 +368,10 @@ def load_weights(
     return version
 
 
-def compare(folder: str | Path, names: Callable[[], set[str] | None] = lambda: None) -> None:
+def compare(folder: str | Path, names: set[str] | None = None) -> None:
     """Compare files with their digests (``check_files``), which the ranks divide. Collective."""
     part, parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    _read(lambda: check_files(folder, names(), part=part, parts=parts), folder)
+    _read(lambda: check_files(folder, names, part=part, parts=parts), folder)
 
 
 def _load(

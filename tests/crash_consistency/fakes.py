@@ -348,7 +348,7 @@ class Actors:
         step, (kept, _) = len(self.observed.history), self.observed.old_policy
         return step, None if kept == step else kept
 
-    async def _load(self, folder: str) -> None:
+    async def _load(self, folder: str, *, is_compared: bool = False) -> None:
         state = json.loads((Path(folder) / SHARD).read_text())
         self.observed.weights, self.observed.history = state["weights"], state["history"]
         self.observed.old_policy = tuple(state["old_policy"])

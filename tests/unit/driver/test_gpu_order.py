@@ -39,7 +39,10 @@ class Actors:
     async def reorder(self, order):
         self.workers = [self.workers[index] for index in order]
 
-    async def call_each(self, method, arguments):
+    async def call_each(self, method, arguments, **keywords):
+        if method == "load":
+            assert keywords == {"is_compared": True}
+            return
         assert method == "setup"
         self.ranks = {rank: gpu for gpu, (rank, *_) in zip(self.workers, arguments, strict=True)}
 
@@ -78,7 +81,7 @@ async def test_ranks_and_engines_follow_the_gpus(gpus, ranks, of_engines, tmp_pa
     )
     group = ActorGroup(actors)
     begin = startup.Startup(config, cluster, stop=StopRequest(tmp_path / "STOP"), break_even=1e9)
-    await begin.trainer(group, placement, ports, Path("/checkpoint"))
+    await begin.trainer(group, placement, ports, Path("/checkpoint"), is_compared=True)
     fleet = own_engines.OwnEngines(config, cluster, placement, ports)
     visible = await group.all(remote(Actor.visible_gpu))
     for index in range(2):
