@@ -205,8 +205,8 @@ def _same_part(wanted: str, given: str) -> bool:
 def _difference_is_zero(truth: str, answer: str) -> bool:
     """Whether sympy simplifies the difference of two expressions to 0.
 
-    sympy's parser runs its input with Python's ``eval``, and what is in a string once more with
-    all builtins; so only text of numbers, letters, operators and parentheses reaches it.
+    sympy's parser runs its input with Python's ``eval``, without builtins, and what is in a string
+    again with all of them; so only text of numbers, letters, operators and parentheses reaches it.
     """
     text = f"({truth})-({answer})"
     arithmetic = _arithmetic(text)
